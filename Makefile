@@ -1,0 +1,71 @@
+# `make help` lists the targets. Everything made here lies in .venv and .cache, which git ignores.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+CACHE := .cache
+# pip's progress is for a reader at a terminal.
+PIP := $(BIN)/python -m pip --disable-pip-version-check $(shell [ -t 2 ] || echo --quiet)
+
+# The newest supported Transformers is the pinned one; the lowest has its own few pins.
+NEWEST := $(shell sed -n 's/^transformers==//p' constraints.txt)
+FLOOR_PINS := tests/compat/requirements-floor.txt
+FLOOR := $(CACHE)/floor
+SDIST := $(CACHE)/transformers-$(NEWEST)
+
+# Test workers share the cores: one thread each.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test lint bench clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+# Threads that wait for one another yield early: on a busy machine, spinning costs several times the work itself.
+quickstart: $(VENV)/installed ## Pretrain, fill masks and fine-tune on this machine's own docstrings (minutes, no download)
+	@GOMP_SPINCOUNT=10000 $(BIN)/python examples/quickstart.py
+
+test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed ## Run the tests on the newest and the lowest supported Transformers
+	@echo "Compatibility tests, $$(sed -n 's/==/ /p' $(FLOOR_PINS) | head -n 1)"
+	@$(ONE_THREAD) PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -q tests/compat
+	@echo "All tests, transformers $(NEWEST)"
+	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+lint: $(VENV)/installed ## Check format, style and types
+	@$(BIN)/ruff format --check --quiet . || { echo "Run '$(BIN)/ruff format .'"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+
+bench: $(VENV)/installed ## Measure attention and models against the alternatives
+	@$(BIN)/python -m benchmarks run
+
+clean: ## Remove the environment, caches and outputs
+	rm -rf $(VENV) $(CACHE) build dist outputs .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "The pinned environment needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@echo "Installing into $(VENV) (once, some minutes)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --constraint constraints.txt setuptools wheel
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[train,bench,dev]"
+	@touch $@
+
+# Transformers' common model tests come with its source distribution alone.
+$(SDIST)/unpacked: $(VENV)/installed
+	@echo "Fetching the source distribution of transformers $(NEWEST)"
+	@rm -rf $(SDIST) && mkdir -p $(CACHE)
+	@$(PIP) download --no-deps --no-binary :all: --no-build-isolation --dest $(CACHE) transformers==$(NEWEST)
+	@tar -xzf $(SDIST).tar.gz -C $(CACHE) && rm $(SDIST).tar.gz
+	@touch $@
+
+# Put first on PYTHONPATH, these hide the newest versions in .venv.
+$(FLOOR)/installed: $(VENV)/installed $(FLOOR_PINS)
+	@echo "Fetching the lowest supported Transformers"
+	@rm -rf $(FLOOR)
+	@$(PIP) install --no-deps --target $(FLOOR) --requirement $(FLOOR_PINS)
+	@touch $@

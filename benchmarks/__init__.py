@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Side-by-side measurements: `python -m benchmarks list | run | table | plot`, from the repository root."""
+
+import os
+
+# Before the first import of torch: its profiler, which measures memory, reports every start and stop otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line: `python -m benchmarks {list,run,table,plot,capabilities}`."""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import sys
+
+import torch
+
+from benchmarks import capabilities, environment, linformer, models, nystrom, report  # noqa: F401  (they register)
+from benchmarks.measure import measure
+from benchmarks.registry import WORKLOADS, Setting
+
+SCHEMA_VERSION = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure attention side by side.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="check and time workloads, print a table, store the results")
+    run.add_argument("--op", nargs="*", help="operations to measure (see list); without names: all of them")
+    run.add_argument("--model", nargs="*", help="whole models to measure (see list); without names: all of them")
+    run.add_argument("--contenders", nargs="+", help="measure these only, and the baseline")
+    run.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="numbers of tokens n")
+    run.add_argument("--backward", action="store_true", help="time forward and backward together")
+    run.add_argument("--dtype", choices=DTYPES, default="float32")
+    run.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    run.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    run.add_argument("--repeats", type=int, default=15, help="rounds of timing (default: 15)")
+    run.add_argument(
+        "--max_seconds",
+        type=float,
+        default=20.0,
+        help="seconds after which a slow contender sits out further rounds, at the earliest after three (default: 20)",
+    )
+    run.add_argument("--no_memory", action="store_true", help="do not measure peak memory")
+    run.add_argument("--output", help="JSON file for the results")
+    run.add_argument("--plot", help="image file for a plot of the results (needs matplotlib)")
+    for field in dataclasses.fields(Setting):
+        if field.type is int and field.name != "length":
+            run.add_argument(f"--{field.name}", type=int, default=field.default, help=f"default: {field.default}")
+
+    commands.add_parser("list", help="list workloads and contenders")
+    table = commands.add_parser("table", help="print a result file as tables")
+    table.add_argument("file")
+    plot = commands.add_parser("plot", help="plot a result file (needs matplotlib)")
+    plot.add_argument("file")
+    plot.add_argument("--output", help="image file (default: the result file's name with .png)")
+    abilities = commands.add_parser("capabilities", help="try what each implementation can do (CPU, under a minute)")
+    abilities.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    return parser
+
+
+def selected_workloads(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list:
+    """The workloads that --op and --model name; all operations when neither is given."""
+    if arguments.op is None and arguments.model is None:
+        arguments.op = []
+    chosen = []
+    for kind, names in (("op", arguments.op), ("model", arguments.model)):
+        known = [name for name, workload in WORKLOADS.items() if workload.kind == kind]
+        if names is None:
+            continue
+        for name in names or known:
+            if name not in known:
+                parser.error(f"argument --{kind}: unknown name {name!r}; choose from {', '.join(known)}")
+            chosen.append(WORKLOADS[name])
+    if arguments.contenders:
+        for name in arguments.contenders:
+            if not any(name in workload.contenders for workload in chosen):
+                known = sorted({contender for workload in chosen for contender in workload.contenders})
+                parser.error(f"argument --contenders: unknown name {name!r}; choose from {', '.join(known)}")
+    return chosen
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    for name in ("repeats", "batch_size", "num_heads", "head_dim", "num_landmarks", "projected_dim", "num_layers"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"argument --{name}: must be at least 1")
+    if min(arguments.lengths) < 1:
+        parser.error("argument --lengths: must be at least 1")
+    if arguments.conv_kernel_size % 2 == 0 or arguments.conv_kernel_size < 1:
+        parser.error(f"argument --conv_kernel_size: must be odd, such as {max(arguments.conv_kernel_size, 0) + 1}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: PyTorch finds no CUDA device here; use cpu")
+
+
+def describe_setting(setting: Setting) -> dict:
+    return {**dataclasses.asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: list[str]) -> int:
+    check_arguments(parser, arguments)
+    workloads = selected_workloads(parser, arguments)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    results = {
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks", *argv]),
+        "machine": environment.machine(arguments.device),
+        "versions": environment.versions(),
+        "source": environment.commit(),
+        "results": [],
+    }
+    sizes = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(Setting)
+        if field.type is int and field.name != "length"
+    }
+    for workload in workloads:
+        chosen = arguments.contenders and [name for name in arguments.contenders if name in workload.contenders]
+        for length in arguments.lengths:
+            setting = Setting(
+                length=length,
+                dtype=DTYPES[arguments.dtype],
+                device=arguments.device,
+                backward=arguments.backward,
+                **sizes,
+            )
+            rows = measure(
+                workload,
+                setting,
+                contenders=chosen,
+                repeats=arguments.repeats,
+                max_seconds=arguments.max_seconds,
+                memory=not arguments.no_memory,
+                report=lambda line: print(line, file=sys.stderr, flush=True),
+            )
+            results["results"] += [{**row, "setting": describe_setting(setting)} for row in rows]
+            if arguments.output:  # after every length, so that an interrupted run keeps what it has
+                write(results, arguments.output)
+    print(report.table(results))
+    if arguments.plot:
+        report.plot(results, arguments.plot)
+    wrong = [row for row in results["results"] if row["status"] == "wrong" and row["ours"]]
+    return 1 if wrong else 0
+
+
+def write(results: dict, path: str) -> None:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(results, file, indent=1)
+        file.write("\n")
+
+
+def read(path: str) -> dict:
+    with open(path, encoding="utf-8") as file:
+        results = json.load(file)
+    if results.get("schema_version") != SCHEMA_VERSION:
+        raise SystemExit(f"{path}: not a result file of schema version {SCHEMA_VERSION}; run the benchmark again")
+    return results
+
+
+def list_workloads() -> None:
+    for workload in WORKLOADS.values():
+        print(f"--{workload.kind} {workload.name}: {workload.title.format(**describe_setting(Setting(length=0)))}")
+        for contender in workload.contenders.values():
+            remarks = [reason for reason in (contender.unavailable(),) if reason]
+            if contender.name == workload.baseline:
+                remarks.append("baseline")
+            print(f"    {contender.name}" + (f" ({', '.join(remarks)})" if remarks else ""))
+
+
+def show_capabilities(markdown: bool) -> int:
+    """Prints the table; 1 if ours lack something."""
+    answers = capabilities.measure(capabilities.CONTENDERS, lambda line: print(line, file=sys.stderr, flush=True))
+    print(capabilities.table(answers, markdown))
+    return 1 if capabilities.failures(answers) else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "run":
+        return run(parser, arguments, argv)
+    if arguments.command == "list":
+        list_workloads()
+    elif arguments.command == "table":
+        print(report.table(read(arguments.file)))
+    elif arguments.command == "capabilities":
+        return show_capabilities(arguments.markdown)
+    else:
+        report.plot(read(arguments.file), arguments.output or os.path.splitext(arguments.file)[0] + ".png")
+    return 0

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a result depends on besides the code under test: machine, versions, commit."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+
+import torch
+
+PACKAGES = (
+    "nystrom_models",
+    "torch",
+    "transformers",
+    "triton",
+    "nystrom-attention",
+    "linformer",
+    "linformer-pytorch",
+    "flash-linear-attention",
+)
+
+
+def cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            found = re.search(r"^model name\s*:\s*(.+)$", file.read(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def machine(device: str) -> dict:
+    """CPU, its cores that this process may use, memory and load; the GPU when `device` is "cuda"."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    facts = {
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "system": platform.system(),
+        "gpu": None,
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts["gpu"] = {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and the packages that take part; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> dict:
+    """The git commit, and whether files under src/ or benchmarks/ differ from it; Nones outside a repository."""
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(("git", *arguments), capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changes = git("status", "--porcelain", "--", "src", "benchmarks/*.py")
+    return {"commit": git("rev-parse", "HEAD"), "modified": None if changes is None else bool(changes)}

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole encoders from token ids (B, N) to the last hidden states (B, N, C), random weights, all tokens valid.
+
+All are base size: 12 layers, 768 wide, or, with `--num_layers`, as many layers for all; ModernBERT has 22 where the
+others have 12, as its base model does. Each model has the vocabulary of the first and no pooler.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.nystrom import builtin_modeling, needs_even_segments
+from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
+from nystrom_models import LinformerConfig, LinformerModel, NystromformerConfig, NystromformerModel
+from nystrom_models.models.attention_nystrom import iterative_pinv
+
+VOCABULARY = 30000
+
+
+def draw_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
+    # The first ids are special tokens: one of them is padding, from which some models derive position ids.
+    return {"input_ids": torch.randint(10, VOCABULARY, (setting.batch_size, setting.length), generator=generator)}
+
+
+def sizes(setting: Setting) -> dict:
+    """Configuration fields that all families share."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": setting.hidden_size,
+        "num_hidden_layers": setting.num_layers,
+        "num_attention_heads": setting.num_heads,
+        "intermediate_size": 4 * setting.hidden_size,
+        "max_position_embeddings": setting.length,
+        # Wide enough that attention is far from uniform, so that a wrong one shows in the output.
+        "initializer_range": 0.05,
+    }
+
+
+def seeded(setting: Setting, build: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
+    """A model in evaluation mode whose weights depend on the seed alone, rounded to the setting's dtype."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setting.seed)
+        model = build()
+    return model.to(setting.device, setting.dtype).to(dtype or setting.dtype).eval()
+
+
+def nystromformer(setting: Setting, attention: str = "sdpa", **options) -> nn.Module:
+    options = {"num_landmarks": setting.num_landmarks, "conv_kernel_size": setting.conv_kernel_size, **options}
+    config = NystromformerConfig(**sizes(setting), **options, attn_implementation=attention)
+    return NystromformerModel(config, add_pooling_layer=False)
+
+
+def linformer(setting: Setting, attention: str = "sdpa") -> nn.Module:
+    config = LinformerConfig(**sizes(setting), projected_dim=setting.projected_dim, attn_implementation=attention)
+    return LinformerModel(config, add_pooling_layer=False)
+
+
+def builtin_nystromformer(setting: Setting) -> nn.Module:
+    """Transformers' Nyströmformer with the weights of ours: the parameters have the same names."""
+    weights = nystromformer(setting).state_dict()
+    modeling = builtin_modeling()
+    config = modeling.NystromformerConfig(
+        **sizes(setting),
+        num_landmarks=setting.num_landmarks,
+        segment_means_seq_len=setting.length,
+        conv_kernel_size=setting.conv_kernel_size,
+    )
+    model = modeling.NystromformerModel(config)
+    model.load_state_dict(weights)
+    return model
+
+
+def bert(setting: Setting) -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**sizes(setting), attn_implementation="sdpa"), add_pooling_layer=False)
+
+
+def modernbert(setting: Setting) -> nn.Module:
+    from transformers import ModernBertConfig, ModernBertModel
+
+    fields = (
+        sizes(setting)
+        | {
+            "num_hidden_layers": max(1, round(22 / 12 * setting.num_layers)),
+            "intermediate_size": 3 * setting.hidden_size // 2,  # gated: 1152 for 768, as in ModernBERT-base
+        }
+        | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    )
+    return ModernBertModel(ModernBertConfig(**fields, attn_implementation="sdpa", reference_compile=False))
+
+
+def longformer(setting: Setting) -> nn.Module:
+    from transformers import LongformerConfig, LongformerModel
+
+    # Its position ids start behind the padding id.
+    fields = sizes(setting) | {"max_position_embeddings": setting.length + 2}
+    return LongformerModel(LongformerConfig(**fields, attention_window=512), add_pooling_layer=False)
+
+
+def big_bird(setting: Setting) -> nn.Module:
+    from transformers import BigBirdConfig, BigBirdModel
+
+    return BigBirdModel(BigBirdConfig(**sizes(setting), attention_type="block_sparse"), add_pooling_layer=False)
+
+
+def hidden_states(model: nn.Module, inputs: Inputs) -> Tensor:
+    return model(input_ids=inputs["input_ids"]).last_hidden_state
+
+
+def prepare(setting: Setting, inputs: Inputs, build: Callable[[Setting], nn.Module]) -> Prepared:
+    model = seeded(setting, lambda: build(setting)).requires_grad_(setting.backward)
+    parameters = tuple(model.parameters()) if setting.backward else ()
+    return Prepared(lambda: hidden_states(model, inputs), parameters=parameters)
+
+
+def in_float64(build: Callable[..., nn.Module]) -> Callable[[Setting, Inputs], Tensor]:
+    """The same weights through the readable attention, in float64."""
+
+    def reference(setting: Setting, inputs: Inputs) -> Tensor:
+        return hidden_states(seeded(setting, lambda: build(setting, "eager"), torch.float64), inputs)
+
+    return reference
+
+
+encoder = register(
+    Workload(
+        name="encoder",
+        kind="model",
+        title=(
+            "Encoder ({num_layers} layers, {num_heads} heads of {head_dim}, {num_landmarks} landmarks, "
+            "convolution {conv_kernel_size}, k = {projected_dim}, batch {batch_size})"
+        ),
+        inputs=draw_inputs,
+        reference=None,
+        baseline="ours",
+    )
+)
+
+OWN_WEIGHTS = "against the same weights through the reference attention in float64"
+nystromformer_reference = in_float64(nystromformer)
+
+
+@encoder.contender("ours", ours=True, reference=nystromformer_reference, judged=OWN_WEIGHTS)
+def ours(setting, inputs):
+    return prepare(setting, inputs, nystromformer)
+
+
+@encoder.contender("ours-linformer", ours=True, reference=in_float64(linformer), judged=OWN_WEIGHTS)
+def ours_linformer(setting, inputs):
+    return prepare(setting, inputs, linformer)
+
+
+@encoder.contender(
+    "transformers",
+    reference=nystromformer_reference,
+    refuses=needs_even_segments,
+    judged=(
+        "with our weights against our float64 reference, its pseudo-inverse replaced by one that starts from each "
+        "matrix's own norm; timed with its own, which starts from a maximum over batch and heads and so deviates"
+    ),
+)
+def transformers(setting, inputs):
+    prepared = prepare(setting, inputs, builtin_nystromformer)
+
+    def verify():
+        model = seeded(setting, lambda: builtin_nystromformer(setting))
+        for layer in model.encoder.layer:
+            layer.attention.self.iterative_inv = iterative_pinv
+        return hidden_states(model, inputs)
+
+    return Prepared(prepared.call, prepared.parameters, verify)
+
+
+@encoder.contender("bert-sdpa")
+def bert_sdpa(setting, inputs):
+    return prepare(setting, inputs, bert)
+
+
+@encoder.contender("modernbert-sdpa")
+def modernbert_sdpa(setting, inputs):
+    return prepare(setting, inputs, modernbert)
+
+
+@encoder.contender("longformer")
+def longformer_model(setting, inputs):
+    return prepare(setting, inputs, longformer)
+
+
+def needs_blocks(setting: Setting) -> str | None:
+    return None if setting.length > 704 else "falls back to full attention up to 704 tokens"
+
+
+@encoder.contender("bigbird", refuses=needs_blocks)
+def bigbird_model(setting, inputs):
+    return prepare(setting, inputs, big_bird)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nyström attention from projected queries, keys and values (B, N, H·D) to the merged context (B, N, H·D).
+
+That is the layout on both sides of the linear layers in every encoder, so splitting and merging heads counts for all.
+Query, key, value and output projections are the same for all contenders and are not timed.
+"""
+
+import contextlib
+import importlib
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.exact import AGAINST_EXACT, EXACT, merge_heads, softmax_attention_chunked, split_heads
+from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
+from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
+
+JUDGED_BY_HEAD = (
+    "run one head at a time; timed on all heads together, where its pseudo-inverse starts from a maximum over batch "
+    "and heads and so deviates"
+)
+
+
+def draw_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
+    return {name: smooth_noise(setting, generator) for name in ("query", "key", "value")}
+
+
+def smooth_noise(setting: Setting, generator: torch.Generator) -> Tensor:
+    """Random states (B, N, H·D) of about unit variance in which neighbouring tokens resemble each other, as in text.
+
+    Of independent tokens all segment means would be near zero, and attention uniform whatever the pseudo-inverse.
+    """
+    batch, length, width = setting.batch_size, setting.length, setting.hidden_size
+    knots = torch.randn(batch, width, max(1, length // 32), generator=generator)
+    trend = F.interpolate(knots, size=length, mode="linear").transpose(1, 2)
+    return trend.contiguous() + 0.5 * torch.randn(batch, length, width, generator=generator)
+
+
+def draw_inputs_with_kernel(setting: Setting, generator: torch.Generator) -> Inputs:
+    inputs = draw_inputs(setting, generator)
+    size = setting.conv_kernel_size
+    # spread of nn.Conv2d's default initialisation
+    inputs["conv_weight"] = torch.randn(setting.num_heads, 1, size, 1, generator=generator) / math.sqrt(3 * size)
+    return inputs
+
+
+def attend(function, setting: Setting, inputs: Inputs) -> Tensor:
+    query, key, value = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
+    context = function(query, key, value, num_landmarks=setting.num_landmarks, conv_weight=inputs.get("conv_weight"))
+    return merge_heads(context)
+
+
+def reference(setting: Setting, inputs: Inputs) -> Tensor:
+    return attend(nystrom_attention_reference, setting, inputs)
+
+
+def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
+    heads = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
+    return merge_heads(softmax_attention_chunked(*heads))
+
+
+def needs_even_segments(setting: Setting) -> str | None:
+    if setting.length <= setting.num_landmarks or setting.length % setting.num_landmarks:
+        return f"needs more tokens than landmarks, and a multiple of them ({setting.num_landmarks})"
+    return None
+
+
+class Given(nn.Module):
+    """Stands where a module has a linear layer and hands over what that layer would have computed, at no cost."""
+
+    def __init__(self, output: Tensor):
+        super().__init__()
+        self.output = output
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.output
+
+
+def by_head(build_one, setting: Setting, inputs: Inputs) -> Tensor:
+    """The output of a module built for one head and one example, for each in turn, joined to (B, N, H·D)."""
+    examples = []
+    for example in range(setting.batch_size):
+        heads = []
+        for head in range(setting.num_heads):
+            part = {
+                name: inputs[name].unflatten(-1, (setting.num_heads, -1))[example, None, :, head]
+                for name in ("query", "key", "value")
+            }
+            if "conv_weight" in inputs:
+                part["conv_weight"] = inputs["conv_weight"][head, None]
+            heads.append(build_one(setting, part, num_heads=1)())
+        examples.append(torch.cat(heads, dim=-1))
+    return torch.cat(examples)
+
+
+def builtin_modeling() -> ModuleType:
+    """Transformers' own Nyströmformer, which the Auto classes no longer lead to."""
+    # Its docstring decorator prints complaints about the configuration class that has taken the place of its own.
+    with contextlib.redirect_stdout(None):
+        return importlib.import_module("transformers.models.nystromformer.modeling_nystromformer")
+
+
+def builtin_module(setting: Setting, inputs: Inputs, num_heads: int):
+    """Transformers' self-attention as shipped, but for its three linear layers, which give the benchmark's inputs."""
+    modeling = builtin_modeling()
+    config = modeling.NystromformerConfig(
+        hidden_size=num_heads * setting.head_dim,
+        num_attention_heads=num_heads,
+        num_landmarks=setting.num_landmarks,
+        segment_means_seq_len=setting.length,
+        conv_kernel_size=setting.conv_kernel_size,
+        attention_probs_dropout_prob=0.0,
+    )
+    module = modeling.NystromformerSelfAttention(config).to(setting.device, setting.dtype).eval()
+    for name in ("query", "key", "value"):
+        setattr(module, name, Given(inputs[name]))
+    del module.conv.weight
+    if "conv_weight" in inputs:
+        module.conv.weight = inputs["conv_weight"]
+    else:
+        module.conv_kernel_size = None  # its configuration refuses None, its forward knows it
+    return lambda: module(inputs["query"])[0]
+
+
+def package_module(setting: Setting, inputs: Inputs, num_heads: int, packed: Tensor | None = None):
+    """`nystrom_attention.NystromAttention` as shipped, but for its first and last linear layers.
+
+    packed: queries, keys and values in one tensor (B, N, 3·H·D), as its first layer would give them.
+    """
+    from nystrom_attention import NystromAttention
+
+    module = NystromAttention(
+        dim=num_heads * setting.head_dim,
+        dim_head=setting.head_dim,
+        heads=num_heads,
+        num_landmarks=setting.num_landmarks,
+        residual="conv_weight" in inputs,
+        residual_conv_kernel=setting.conv_kernel_size,
+    )
+    module = module.to(setting.device, setting.dtype).eval()
+    module.to_qkv = Given(pack(inputs) if packed is None else packed)
+    module.to_out = nn.Identity()
+    if "conv_weight" in inputs:
+        del module.res_conv.weight
+        module.res_conv.weight = inputs["conv_weight"]
+    return lambda: module(inputs["query"])
+
+
+def pack(inputs: Inputs) -> Tensor:
+    return torch.cat([inputs[name] for name in ("query", "key", "value")], dim=-1)
+
+
+def add_contenders(workload: Workload) -> Workload:
+    @workload.contender("ours", ours=True)
+    def ours(setting, inputs):
+        return Prepared(lambda: attend(nystrom_attention, setting, inputs))
+
+    @workload.contender("ours-reference", ours=True)
+    def ours_reference(setting, inputs):
+        return Prepared(lambda: attend(nystrom_attention_reference, setting, inputs))
+
+    @workload.contender("transformers", refuses=needs_even_segments, judged=JUDGED_BY_HEAD)
+    def transformers(setting, inputs):
+        return Prepared(
+            builtin_module(setting, inputs, setting.num_heads), verify=lambda: by_head(builtin_module, setting, inputs)
+        )
+
+    @workload.contender(
+        "nystrom-attention",
+        requires=("nystrom_attention",),
+        refuses=needs_even_segments,
+        judged=JUDGED_BY_HEAD,
+    )
+    def nystrom_attention_package(setting, inputs):
+        packed = pack(inputs).detach().requires_grad_(setting.backward)
+        return Prepared(
+            package_module(setting, inputs, setting.num_heads, packed),
+            parameters=(packed,),
+            verify=lambda: by_head(package_module, setting, inputs),
+        )
+
+    for name, function, refuses in EXACT:
+
+        @workload.contender(
+            name,
+            reference=exact_reference,
+            refuses=refuses,
+            judged=AGAINST_EXACT,
+        )
+        def exact(setting, inputs, function=function):
+            def call():
+                heads = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
+                return merge_heads(function(*heads))
+
+            return Prepared(call)
+
+    return workload
+
+
+SIZES = "{num_heads} heads of {head_dim}, {num_landmarks} landmarks, batch {batch_size}"
+
+nystrom = add_contenders(
+    register(
+        Workload(
+            name="nystrom",
+            kind="op",
+            title=f"Nyström attention without convolution ({SIZES})",
+            inputs=draw_inputs,
+            reference=reference,
+            baseline="ours",
+        )
+    )
+)
+
+nystrom_conv = add_contenders(
+    register(
+        Workload(
+            name="nystrom-conv",
+            kind="op",
+            title=f"Nyström attention with its convolution ({SIZES}, kernel {{conv_kernel_size}})",
+            inputs=draw_inputs_with_kernel,
+            reference=reference,
+            baseline="ours",
+        )
+    )
+)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured: workloads (an operation or a whole model) and their contenders.
+
+A contender is one small function that takes the workload's setting and inputs and returns a `Prepared` call. It does
+its one-time work (building modules, copying weights) there, so that only the call is timed.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes and conditions of one measurement. Sizes that a workload has no use for are ignored by it."""
+
+    length: int
+    batch_size: int = 1
+    num_heads: int = 12
+    head_dim: int = 64
+    num_landmarks: int = 64
+    conv_kernel_size: int = 65
+    projected_dim: int = 256
+    num_layers: int = 12
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    backward: bool = False
+    seed: int = 0
+
+    @property
+    def hidden_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A contender ready to run.
+
+    Args:
+        call: the timed function, without arguments.
+        parameters: tensors, besides the workload's inputs, whose gradients a backward pass computes.
+        verify: the function whose output is compared with the reference, where it cannot be `call` itself.
+    """
+
+    call: Callable[[], Tensor]
+    parameters: tuple[Tensor, ...] = ()
+    verify: Callable[[], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation of a workload.
+
+    Args:
+        name: how the command line and the result files call it.
+        build: makes the `Prepared` call.
+        ours: an implementation of this package. The one named by `Workload.baseline` is what ratios refer to.
+        reference: function of the inputs that this contender is checked against, in float64; the workload's own by
+            default. Contenders that compute another function (exact attention) bring theirs.
+        judged: how the comparison is made, in words, where it is not plainly against the workload's reference.
+        requires: modules that must be importable.
+        refuses: says why a setting is beyond this contender, or returns None.
+    """
+
+    name: str
+    build: Callable[[Setting, Inputs], Prepared]
+    ours: bool = False
+    reference: Callable[[Setting, Inputs], Tensor] | None = None
+    judged: str | None = None
+    requires: tuple[str, ...] = ()
+    refuses: Callable[[Setting], str | None] | None = None
+
+    def unavailable(self, setting: Setting | None = None) -> str | None:
+        """The reason why this contender cannot run (with this setting), or None."""
+        missing = [name for name in self.requires if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"needs the Python module {', '.join(missing)}: pip install -e '.[bench]'"
+        return self.refuses(setting) if self.refuses is not None and setting is not None else None
+
+
+@dataclass
+class Workload:
+    """Something that several contenders compute.
+
+    Args:
+        name: how the command line and the result files call it.
+        kind: "op" (an operation) or "model" (a whole encoder).
+        title: one line for tables, formatted with the fields of `Setting`.
+        inputs: draws the inputs as float32 CPU tensors; they are rounded to the dtype, then moved to the device.
+        reference: the function all contenders are checked against, on inputs in float64; None: finite outputs suffice.
+        baseline: name of the contender that all ratios refer to.
+    """
+
+    name: str
+    kind: str
+    title: str
+    inputs: Callable[[Setting, torch.Generator], Inputs]
+    reference: Callable[[Setting, Inputs], Tensor] | None
+    baseline: str
+    contenders: dict[str, Contender] = field(default_factory=dict)
+
+    def contender(self, name: str, **options) -> Callable:
+        """Decorator that registers a build function as contender `name`; options as in `Contender`."""
+
+        def register(build):
+            if name in self.contenders:
+                raise ValueError(f"workload {self.name!r} already has a contender {name!r}")
+            self.contenders[name] = Contender(name=name, build=build, **options)
+            return build
+
+        return register
+
+
+WORKLOADS: dict[str, Workload] = {}
+
+
+def register(workload: Workload) -> Workload:
+    if workload.name in WORKLOADS:
+        raise ValueError(f"workload {workload.name!r} is already registered")
+    WORKLOADS[workload.name] = workload
+    return workload

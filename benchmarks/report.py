@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result files as tables and plots."""
+
+from collections.abc import Callable
+
+from benchmarks.measure import PLAINLY
+from benchmarks.registry import WORKLOADS
+
+# CPU seconds a second that other processes may take before a table says that it cannot be trusted.
+BUSY = 0.1
+
+MARKS = {"wrong": "WRONG", "error": "error", "unavailable": "-"}
+
+
+def groups(results: dict) -> dict[tuple, list[dict]]:
+    """The rows of a result file by workload and conditions, in the file's order."""
+    found: dict[tuple, list[dict]] = {}
+    for row in results["results"]:
+        setting = row["setting"]
+        key = (row["workload"], setting["dtype"], setting["device"], setting["backward"])
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def title(rows: list[dict]) -> str:
+    setting = rows[0]["setting"]
+    workload = WORKLOADS.get(rows[0]["workload"])
+    text = workload.title.format(**setting) if workload else rows[0]["workload"]
+    passes = "forward and backward" if setting["backward"] else "forward"
+    return f"{text}, {setting['dtype']}, {setting['device']}, {passes}"
+
+
+def grid(rows: list[dict], heading: str, cell: Callable[[dict], str | None]) -> list[str]:
+    """A Markdown table, contenders down and lengths across. Contenders with no cell at all are left out."""
+    lengths = sorted({row["setting"]["length"] for row in rows})
+    by_place = {(row["contender"], row["setting"]["length"]): row for row in rows}
+    lines = [[heading, *(f"n = {length}" for length in lengths)]]
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        cells = []
+        for length in lengths:
+            row = by_place.get((name, length))
+            text = cell(row) if row else None
+            cells.append(text if text is not None else MARKS.get(row["status"], "") if row else "")
+        if any(text not in ("", "-") for text in cells):
+            lines.append([name, *cells])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    formatted = [
+        [
+            text.rjust(width) if column else text.ljust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    formatted.insert(1, ["-" * (width - 1) + ":" if column else "-" * width for column, width in enumerate(widths)])
+    return [f"| {' | '.join(line)} |" for line in formatted]
+
+
+def time_cell(row: dict) -> str | None:
+    times = row["milliseconds"]
+    if times is None:
+        return None
+    return f"{times['median']:.3g} ({times['lower_quartile']:.3g} to {times['upper_quartile']:.3g})"
+
+
+def speedup_cell(row: dict) -> str | None:
+    if row["baseline"]:
+        return "1" if row["status"] == "ok" else None
+    return None if row["speedup"] is None else f"{row['speedup']['median']:.3g}"
+
+
+def memory_cell(row: dict) -> str | None:
+    return None if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.4g}"
+
+
+def deviation_cell(row: dict) -> str | None:
+    if row["check"] is None or not row["check"]["deviations"]:
+        return None
+    text = f"{max(row['check']['deviations'].values()):.0e}"
+    timed = row["check"]["timed_deviation"]
+    return text if timed is None else f"{text} (timed: {timed:.0e})"
+
+
+def remarks(rows: list[dict]) -> list[str]:
+    """Why contenders are missing, failed, or were judged otherwise than against the workload's reference."""
+    every = {row["setting"]["length"] for row in rows}
+    found: dict[str, dict[str, set[int]]] = {}
+    for row in rows:
+        text = None
+        if row["reason"]:
+            text = f"{row['status']}: {row['reason']}"
+        elif row["check"] and row["check"]["judged"] != PLAINLY:
+            text = f"checked {row['check']['judged']}"
+        if text:
+            found.setdefault(text, {}).setdefault(row["contender"], set()).add(row["setting"]["length"])
+    lines = []
+    busy = max((row["others_cpu"] or 0.0) for row in rows)
+    if busy > BUSY:
+        lines.append(f"- Other processes took up to {busy:.2g} of the cores: times are too long and ratios uncertain.")
+    for text, places in found.items():
+        names = [
+            name if lengths == every else f"{name} (n = {', '.join(map(str, sorted(lengths)))})"
+            for name, lengths in places.items()
+        ]
+        lines.append(f"- {', '.join(names)}: {text}")
+    return lines
+
+
+def describe_machine(results: dict) -> str:
+    machine, versions, source = results["machine"], results["versions"], results["source"]
+    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
+    hardware += f", load {machine['load_at_start']} at start"
+    if machine["gpu"]:
+        hardware += f", {machine['gpu']['name']}"
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
+    return f"{hardware}; {installed}; commit {commit}; {results['created']}"
+
+
+def table(results: dict) -> str:
+    """The whole result file as text: for every workload times, ratios, memory and deviations over length."""
+    lines = [describe_machine(results)]
+    for rows in groups(results).values():
+        baseline = next(row["contender"] for row in rows if row["baseline"])
+        blocks = (
+            ("time, ms (quartiles)", time_cell),
+            (f"time over that of {baseline}", speedup_cell),
+            ("peak memory, MiB", memory_cell),
+            ("largest relative deviation", deviation_cell),
+        )
+        lines += ["", title(rows)]
+        for heading, cell in blocks:
+            block = grid(rows, heading, cell)
+            if len(block) > 2:
+                lines += ["", *block]
+        notes = remarks(rows)
+        if notes:
+            lines += ["", *notes]
+    return "\n".join(lines)
+
+
+def plot(results: dict, path: str) -> None:
+    """Time and peak memory over length, both axes logarithmic, one row of panels a workload.
+
+    Args:
+        path: image file to write; its ending names the format (png, svg, pdf).
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit("plotting needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = list(groups(results).values())
+    figure, panels = pyplot.subplots(len(found), 2, figsize=(11, 4 * len(found)), squeeze=False)
+    quantities = (
+        ("time, ms", lambda row: row["milliseconds"] and row["milliseconds"]["median"]),
+        ("peak memory, MiB", lambda row: row["peak_bytes"] and row["peak_bytes"] / 2**20),
+    )
+    for rows, pair in zip(found, panels, strict=True):
+        names = list(dict.fromkeys(row["contender"] for row in rows))
+        for panel, (label, value) in zip(pair, quantities, strict=True):
+            for index, name in enumerate(names):
+                mine = [row for row in rows if row["contender"] == name and value(row)]
+                if mine:
+                    mine.sort(key=lambda row: row["setting"]["length"])
+                    panel.plot(
+                        [row["setting"]["length"] for row in mine],
+                        [value(row) for row in mine],
+                        marker="o",
+                        markersize=3,
+                        linewidth=2.4 if mine[0]["baseline"] else 1.2,
+                        color=f"C{index}",
+                        label=name,
+                    )
+            panel.set(xscale="log", yscale="log", xlabel="length n", ylabel=label)
+            lengths = sorted({row["setting"]["length"] for row in rows})
+            panel.set_xticks(lengths, [str(length) for length in lengths])
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+        pair[0].legend(fontsize="small")
+        pair[0].set_title(title(rows), fontsize="small", loc="left")
+    figure.text(0.01, 0.005, describe_machine(results), fontsize=5)
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

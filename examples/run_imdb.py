@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune a pretrained model on IMDB's movie reviews, or on any other file of long documents with a class or number.
+
+    python examples/run_imdb.py --model_name_or_path MODEL --truncation_strategy head_tail --output_dir outputs/imdb
+
+loads IMDB from the Hub, and evaluates on its test set as is usual; --train_file and --validation_file read files
+instead. Documents are cut to the length that the model takes, or to --max_length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from nystrom_models.training.finetuning import (
+    FinetuningArguments,
+    FinetuningOptimizationArguments,
+    finetune,
+    load_data,
+)
+
+
+@dataclass(kw_only=True)
+class ImdbArguments(FinetuningArguments):
+    """IMDB unless other data are named."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset_name is None and not (self.train_file or self.validation_file or self.test_file):
+            self.dataset_name, self.validation_split = "stanfordnlp/imdb", "test"
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
+    parser = HfArgumentParser((ImdbArguments, FinetuningOptimizationArguments))  # type: ignore[arg-type]
+    arguments, optimization = parser.parse_args_into_dataclasses(args)
+    return finetune(arguments, optimization, arguments.task(), load_data(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local files as data sets."""
+
+import csv
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetsError
+
+# What each ending is read by, and how. A mixed-type column is an error, and "NA" or "null" in a CSV file is a text.
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".txt": ("text", {"sample_by": "paragraph"}),
+    ".jsonl": ("json", {"on_mixed_types": None}),
+    ".csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
+    ".parquet": ("parquet", {}),
+}
+
+
+def _ending(path: str) -> str:
+    ending = os.path.splitext(path.removesuffix(".gz"))[1].lower()
+    if ending not in FORMATS:
+        raise ValueError(f"{path} must end in one of {', '.join(FORMATS)}, each also with .gz.")
+    return ending
+
+
+def _open(path: str) -> IO[bytes]:
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def _decoded_lines(path: str) -> Iterator[str]:
+    """Lines of text; a ValueError names file and line of what is not UTF-8, or says that the file is damaged."""
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}).") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged after line {number}: {error}.") from error
+
+
+def _check_lines(path: str) -> None:
+    """Raises a ValueError with file and line number if a line of the file is malformed."""
+    ending = _ending(path)
+    if ending == ".jsonl":
+        for number, line in enumerate(_decoded_lines(path), start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, line {number}: not a JSON object but {line.strip()[:40]!r}.")
+    elif ending == ".csv":
+        reader = csv.reader(_decoded_lines(path), strict=True)
+        header: list[str] = []
+        try:
+            for row in reader:
+                header = header or row
+                if row and len(row) != len(header):
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: {len(row)} fields, but the header has {len(header)}, "
+                        f"{header}."
+                    )
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}.") from error
+    elif ending == ".txt":
+        for _ in _decoded_lines(path):
+            pass
+
+
+def _load(names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None) -> Dataset:
+    if ending == ".parquet" and any(name.endswith(".gz") for name in names):
+        # `datasets` cannot read these. Parquet compresses its columns already, so that they are rare.
+        parts = []
+        for name in names:
+            with _open(name) as file:
+                parts.append(Dataset(pq.read_table(pa.BufferReader(file.read()))))
+        return concatenate_datasets(parts)
+    builder, options = FORMATS[ending]
+    return load_dataset(
+        builder,
+        data_files={"train": [os.path.abspath(name) for name in names]},
+        split="train",
+        cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+        **options,
+    )
+
+
+def load_files(
+    paths: str | os.PathLike | Sequence[str | os.PathLike],
+    flag: str = "--train_file",
+    cache_dir: str | os.PathLike | None = None,
+) -> Dataset:
+    """Reads one file or several of one format as one data set.
+
+    Args:
+        paths: `.txt` (column `text`; documents are separated by empty lines), `.jsonl` (one object a line), `.csv`
+            (with a header; an empty field is missing) or `.parquet`, each also compressed as `.gz`; in UTF-8.
+        flag: where the paths were given, for error messages.
+        cache_dir: where `datasets` keeps its files; its own default if not given.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the endings are unknown or differ, a line is malformed (with file and line number), a file is
+            damaged, the files disagree in the type of a column, or there are no rows.
+    """
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if not names:
+        raise ValueError(f"{flag} names no file.")
+    for name in names:
+        if not os.path.isfile(name):
+            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
+    endings = {_ending(name) for name in names}
+    if len(endings) > 1:
+        raise ValueError(f"The files of {flag} must have one format, but they end in {sorted(endings)}.")
+    for name in names:
+        with _open(name) as file:
+            try:
+                empty = not file.read(1)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{name} is damaged: {error}.") from error
+        if empty:
+            raise ValueError(f"{name}, given by {flag}, is empty.")
+    try:
+        dataset = _load(names, endings.pop(), cache_dir)
+        dataset.data.table.validate(full=True)  # the JSON reader lets pass what is not UTF-8
+    except (DatasetsError, EOFError, TypeError, ValueError, zlib.error) as error:
+        for name in names:
+            _check_lines(name)
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"The files of {flag} hold no rows: {', '.join(names)}.") from error
+        raise ValueError(f"{', '.join(names)}, given by {flag}, cannot be read: {error.__cause__ or error}") from error
+    # What pandas makes of lines that are all longer than the header.
+    if any(column.startswith("__index_level_") for column in dataset.column_names):
+        for name in names:
+            _check_lines(name)
+    if len(dataset) == 0:
+        raise ValueError(f"The files of {flag} hold no rows: {', '.join(names)}.")
+    return dataset

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nine tasks of GLUE (Wang et al. 2019): fields, labels, metrics, and files for submission."""
+
+import os
+from collections.abc import Mapping
+
+from datasets import Dataset, load_dataset
+
+from .classification import TextTask
+
+
+def _task(
+    name: str, text_columns: tuple[str, ...], file: str, label_names: tuple[str, ...] | None, by_name: bool = False
+) -> TextTask:
+    return TextTask(
+        text_columns,
+        label_names=label_names,
+        regression=label_names is None,
+        metric=name,
+        # Most tasks are submitted with numbers.
+        prediction_names=label_names if by_name or label_names is None else ("0", "1"),
+        prediction_files=(
+            {"test_matched": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"} if name == "mnli" else {"test": file}
+        ),
+    )
+
+
+GLUE_TASKS: dict[str, TextTask] = {
+    task.metric: task
+    for task in (
+        _task("cola", ("sentence",), "CoLA.tsv", ("unacceptable", "acceptable")),
+        _task("sst2", ("sentence",), "SST-2.tsv", ("negative", "positive")),
+        _task("mrpc", ("sentence1", "sentence2"), "MRPC.tsv", ("not_equivalent", "equivalent")),
+        _task("qqp", ("question1", "question2"), "QQP.tsv", ("not_duplicate", "duplicate")),
+        _task("stsb", ("sentence1", "sentence2"), "STS-B.tsv", None),
+        _task("mnli", ("premise", "hypothesis"), "", ("entailment", "neutral", "contradiction"), by_name=True),
+        _task("qnli", ("question", "sentence"), "QNLI.tsv", ("entailment", "not_entailment"), by_name=True),
+        _task("rte", ("sentence1", "sentence2"), "RTE.tsv", ("entailment", "not_entailment"), by_name=True),
+        _task("wnli", ("sentence1", "sentence2"), "WNLI.tsv", ("not_entailment", "entailment")),
+    )
+}
+
+
+def load_glue(task_name: str, cache_dir: str | os.PathLike | None = None) -> Mapping[str, Dataset]:
+    """The splits of a GLUE task from the Hub: `train`, `validation` and `test`, the last two by `_matched` and
+    `_mismatched` for `"mnli"`. The labels of the test sets are hidden."""
+    return load_dataset("nyu-mll/glue", task_name, cache_dir=None if cache_dir is None else os.fspath(cache_dir))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLUE's official metrics, and those of other classification and regression data, as a module for `evaluate`."""
+
+import datasets
+import evaluate
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
+
+_DESCRIPTION = """\
+The official metrics of a GLUE task (Wang et al. 2019), named by the configuration: cola, sst2, mrpc, qqp, stsb, mnli,
+qnli, rte, wnli; or those of other data: classification, regression.
+"""
+
+_KWARGS_DESCRIPTION = """\
+Args:
+    predictions: class ids, or numbers for stsb and regression.
+    references: the same.
+Returns:
+    cola: matthews_correlation; mrpc, qqp: accuracy and f1 of class 1; stsb: pearson and spearmanr; sst2, mnli, qnli,
+    rte, wnli: accuracy; classification: accuracy and macro_f1; regression: mse, pearson and spearmanr. A correlation
+    with a constant is NaN.
+"""
+
+_CITATION = """\
+@inproceedings{wang2019glue,
+  title = {{GLUE}: A Multi-Task Benchmark and Analysis Platform for Natural Language Understanding},
+  author = {Wang, Alex and Singh, Amanpreet and Michael, Julian and Hill, Felix and Levy, Omer and Bowman, Samuel R.},
+  booktitle = {International Conference on Learning Representations},
+  year = {2019}
+}
+"""
+
+# Scores by name, each a function of references and predictions.
+_SCORES = {
+    "accuracy": accuracy_score,
+    "f1": f1_score,
+    "macro_f1": lambda references, predictions: f1_score(references, predictions, average="macro"),
+    "matthews_correlation": matthews_corrcoef,
+    "mse": mean_squared_error,
+    "pearson": lambda references, predictions: pearsonr(references, predictions)[0],
+    "spearmanr": lambda references, predictions: spearmanr(references, predictions)[0],
+}
+
+_METRICS = {
+    "cola": ("matthews_correlation",),
+    "sst2": ("accuracy",),
+    "mrpc": ("accuracy", "f1"),
+    "qqp": ("accuracy", "f1"),
+    "stsb": ("pearson", "spearmanr"),
+    "mnli": ("accuracy",),
+    "qnli": ("accuracy",),
+    "rte": ("accuracy",),
+    "wnli": ("accuracy",),
+    "classification": ("accuracy", "macro_f1"),
+    "regression": ("mse", "pearson", "spearmanr"),
+}
+
+
+class TextClassification(evaluate.Metric):
+    def _info(self):
+        if self.config_name not in _METRICS:
+            raise ValueError(f"The configuration must be one of {sorted(_METRICS)}, but is {self.config_name!r}.")
+        value = datasets.Value("float32" if self.config_name in ("stsb", "regression") else "int64")
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation=_CITATION,
+            inputs_description=_KWARGS_DESCRIPTION,
+            features=datasets.Features({"predictions": value, "references": value}),
+            format="numpy",
+        )
+
+    def _compute(self, predictions, references):
+        return {name: float(_SCORES[name](references, predictions)) for name in _METRICS[self.config_name]}

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention of every family is made of: masked softmax attention, ranks of tokens, the convolution skip.
+
+Legend: B batch, H heads, N tokens, K keys, D head size. A mask is (B, N), bool, True at valid tokens, which may lie
+anywhere in a row. The rank of a valid token is its number, from 0, among the valid tokens of its row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+
+
+def is_tracing() -> bool:
+    """Whether a graph is being recorded, so that Python must not branch on sizes or values."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """softmax(query keyᵀ / √D) value over the valid keys, without storing the scores.
+
+    Args:
+        query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) bool or None for all valid.
+        dropout_p: probability of dropping an attention weight.
+
+    Returns: (B, H, N, D). A row without a valid key attends to all of them, so that it stays finite.
+    """
+    if key_mask is not None:
+        key_mask = (key_mask | ~key_mask.any(dim=-1, keepdim=True))[:, None, None, :]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout_p)
+
+
+def positions_by_rank(mask: Tensor) -> Tensor:
+    """(B, N) int64: at column r the position of the valid token of rank r; 0 beyond the last one."""
+    batch, length = mask.shape
+    rank = mask.long().cumsum(dim=-1) - 1
+    positions = torch.arange(length, device=mask.device).expand(batch, length)
+    # Invalid tokens all write to one extra column, which is cut off.
+    column = torch.where(mask, rank, length)
+    return positions.new_zeros(batch, length + 1).scatter(1, column, positions)[:, :length]
+
+
+def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
+    """Rows of states (B, N, C) at positions (B, ...) int64: (B, ..., C)."""
+    batch, length = states.shape[:2]
+    offset = torch.arange(batch, device=states.device) * length
+    flat = positions + offset.view(-1, *[1] * (positions.dim() - 1))
+    # An embedding look-up copies whole rows, which a gather along an expanded index does not.
+    return F.embedding(flat, states.reshape(batch * length, -1))
+
+
+def split_heads(states: Tensor, num_heads: int) -> Tensor:
+    """(B, N, H·D) -> (B, H, N, D), a view."""
+    batch, length, width = states.shape
+    return states.view(batch, length, num_heads, width // num_heads).transpose(1, 2)
+
+
+def merge_heads(states: Tensor) -> Tensor:
+    """(B, H, N, D) -> (B, N, H·D)."""
+    return states.transpose(1, 2).flatten(2)
+
+
+def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The skip of Nyströmformer ("DConv" in figure 4 of arXiv:2102.03902): each head's V filtered along the tokens.
+
+    Args:
+        value: (B, H, N, D). weight: (H, 1, kernel, 1), kernel odd, shared by the D channels of a head.
+        mask: (B, N) bool; V counts as zero at invalid tokens.
+
+    Returns: (B, H, N, D).
+    """
+    if mask is not None:
+        value = value * mask[:, None, :, None].to(value.dtype)
+    if not _HAS_ONEDNN or value.device.type != "cpu" or value.dtype == torch.float64:
+        return F.conv2d(value, weight, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
+    if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad):
+        return _DepthwiseConvolution.apply(value, weight)
+    return _filter_tokens(value, weight)
+
+
+def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
+    """The convolution on a CPU: V where it lies, as (B, N, H·D) channels last, several times as fast as head by head.
+
+    In float32, for oneDNN has half precision on some processors only, and what replaces it is slower by far.
+    """
+    batch, heads, length, dim = value.shape
+    channels = value.float().transpose(1, 2).reshape(batch, length, heads * dim).transpose(1, 2).unsqueeze(2)
+    filters = weight.float().squeeze(3).repeat_interleave(dim, dim=0).unsqueeze(1)  # (H·D, 1, 1, kernel)
+    with torch.autocast("cpu", enabled=False):
+        filtered = F.conv2d(channels, filters, padding=(0, weight.shape[2] // 2), groups=heads * dim)
+    return split_heads(filtered.squeeze(2).transpose(1, 2).to(value.dtype), heads)
+
+
+class _DepthwiseConvolution(torch.autograd.Function):
+    """`_filter_tokens` with a gradient: oneDNN's for the kernel is wrong from 35 taps on, by a tenth (torch 2.13)."""
+
+    @staticmethod
+    def forward(value: Tensor, weight: Tensor) -> Tensor:
+        return _filter_tokens(value, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        value, weight = ctx.saved_tensors
+        value_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            value_gradient = _DepthwiseConvolution.apply(gradient, weight.flip(2))
+        if ctx.needs_input_grad[1]:
+            weight_gradient = _correlate(gradient, value, weight.shape[2]).to(weight.dtype)
+        return value_gradient, weight_gradient
+
+
+def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
+    """(H, 1, taps, 1): at j the sum of gradient[n] · value[n + j - taps // 2] over the batch and all tokens n.
+
+    One matrix product a head: blocks of S tokens against windows of S + taps - 1, of which the diagonals are summed.
+    """
+    size = max(16, taps - 1)
+    blocks = (value.shape[2] + size - 1) // size
+    beyond = blocks * size - value.shape[2]
+    gradient = F.pad(gradient.float(), (0, 0, 0, beyond)).unflatten(2, (blocks, size))
+    windows = F.pad(value.float(), (0, 0, taps // 2, taps // 2 + beyond)).unfold(2, size + taps - 1, size)
+    with torch.autocast("cpu", enabled=False):
+        products = torch.einsum("bhnsd,bhndw->hsw", gradient, windows)
+    # Rows one longer than the distance of the diagonal's elements put each diagonal into a column.
+    skewed = F.pad(F.pad(products, (0, 1)).flatten(1), (0, size)).unflatten(1, (size, size + taps + 1))
+    return skewed[..., :taps].sum(dim=1)[:, None, :, None]

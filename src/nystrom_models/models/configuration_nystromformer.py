@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of Nyströmformer models."""
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_encoder import EncoderConfig, _require_positive
+
+
+@strict
+class NystromformerConfig(EncoderConfig):
+    r"""
+    Configuration of a Nyströmformer (Xiong et al. 2021, arXiv:2102.03902). The fields of Transformers' own
+    `NystromformerConfig` keep their names and meaning, so that checkpoints move both ways; the defaults are those of
+    [uw-madison/nystromformer-512](https://huggingface.co/uw-madison/nystromformer-512).
+
+    Args:
+        num_landmarks (`int` or `None`, defaults to 64): landmarks M of the Nyström approximation. Sequences of at most
+            M tokens get exact attention. `None`: exact softmax attention at every length, in the same model.
+        segment_means_seq_len (`int`, defaults to 64): kept and written back for Transformers' own class. It is not
+            needed here: landmarks are found for any length.
+        conv_kernel_size (`int` or `None`, defaults to 65): see `EncoderConfig`.
+        pinv_iterations (`int`, defaults to 6): steps of the iterative pseudo-inverse (eq. 14).
+        inv_coeff_init_option (`bool`, defaults to `False`): kept for Transformers' own class. Here the iteration
+            always starts from each matrix's own norm (the paper's rule): a start taken over the batch would make an
+            example depend on its batch mates.
+        The others: see `EncoderConfig`; `max_position_embeddings` defaults to 510.
+
+    Raises `ValueError` for fields that contradict each other.
+
+    Example:
+
+    ```python
+    >>> from nystrom_models import NystromformerConfig, NystromformerModel
+
+    >>> model = NystromformerModel(NystromformerConfig(num_landmarks=32, max_position_embeddings=4096))
+    ```
+    """
+
+    model_type = "nystromformer"
+
+    max_position_embeddings: int = 510
+    segment_means_seq_len: int = 64
+    num_landmarks: int | None = 64
+    conv_kernel_size: int | None = 65
+    pinv_iterations: int = 6
+    inv_coeff_init_option: bool = False
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        if self.num_landmarks is not None and self.num_landmarks < 1:
+            raise ValueError(
+                f"num_landmarks={self.num_landmarks} must be at least 1 (64 in the paper), or None for softmax."
+            )
+        _require_positive("segment_means_seq_len", self.segment_means_seq_len)
+        if self.pinv_iterations < 1:
+            raise ValueError(f"pinv_iterations={self.pinv_iterations} must be at least 1 (6 in the paper).")
+
+
+__all__ = ["NystromformerConfig"]

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model cards: README.md beside a saved model, with results that the Hub reads."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from ..models.configuration_encoder import EncoderConfig
+from ..models.configuration_linformer import LinformerConfig
+from ..models.configuration_nystromformer import NystromformerConfig
+
+# Inside the package, so that an installed one finds it, too.
+TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
+
+FAMILIES = {"nystromformer": "Nyströmformer", "linformer": "Linformer"}
+
+PACKAGES = ("nystrom-models", "torch", "transformers", "tokenizers", "datasets", "accelerate")
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a pipeline of Transformers does with a head; `example` is Python, the argument of the pipeline's call."""
+
+    pipeline_tag: str
+    purpose: str
+    example: str = '"Replace this text by your own."'
+    call: str = "model({})"
+
+
+_MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
+
+# By the ending of the architecture.
+TASKS = {
+    "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
+    "ForMaskedLM": _Task("fill-mask", "that fills in masked tokens", _MASKED),
+    "ForSequenceClassification": _Task("text-classification", "that classifies texts"),
+    "ForTokenClassification": _Task("token-classification", "that classifies tokens"),
+    "Model": _Task(
+        "feature-extraction", "that gives the hidden states of texts", call="model({}, return_tensors=True).shape"
+    ),
+}
+
+
+def _task(architecture: str) -> _Task:
+    for ending, task in TASKS.items():
+        if architecture.endswith(ending):
+            return task
+    raise ValueError(f"There is no model card for {architecture}: save a model that ends in one of {list(TASKS)}.")
+
+
+def _usage(task: _Task, name: str, example: str | tuple[str, str] | None, options: str = "") -> str:
+    if isinstance(example, tuple):
+        argument = json.dumps(dict(zip(("text", "text_pair"), example, strict=True)), ensure_ascii=False)
+    else:
+        argument = task.example if example is None else json.dumps(example, ensure_ascii=False)
+    return (
+        "from transformers import pipeline\n\n"
+        f'model = pipeline("{task.pipeline_tag}", model={json.dumps(name)}{options})\n'
+        f"print({task.call.format(argument)})"
+    )
+
+
+def _num_parameters(output_dir: Path) -> int:
+    files = sorted(output_dir.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{output_dir} holds no *.safetensors file: save the model there with save_pretrained."
+        )
+    count = 0
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            names = tensors.keys()
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return count
+
+
+def _limits(config: EncoderConfig) -> list[str]:
+    limits = [f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."]
+    if isinstance(config, NystromformerConfig):
+        if config.num_landmarks is not None:
+            limits.append(
+                f"Inputs of more than {config.num_landmarks} tokens get an approximation of softmax attention through "
+                f"{config.num_landmarks} landmarks; shorter ones get it exactly."
+            )
+        limits.append("Loaded otherwise than above, Transformers' own class of this name may compute something else.")
+    elif isinstance(config, LinformerConfig):
+        slots = config.projected_dim
+        number = f"{min(slots)} to {max(slots)}" if isinstance(slots, list) else str(slots)
+        limits.append(f"Attention goes through {number} slots that keys and values are projected to, at any length.")
+    limits.append("It repeats the errors and biases of the data it was trained on; they were not examined.")
+    return limits
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        devices = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return ", ".join(f"{count} × {name}" for name, count in devices.items())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} CPU cores ({platform.machine()})"
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def model_card(
+    output_dir: str | os.PathLike,
+    *,
+    data: str,
+    hub_model_id: str | None = None,
+    base_model: str | None = None,
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    dataset_split: str = "validation",
+    metrics: Mapping[str, float] | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+    hardware: str | None = None,
+    limits: Sequence[str] = (),
+    example: str | tuple[str, str] | None = None,
+    language: str | list[str] | None = None,
+    license: str | None = None,
+) -> ModelCard:
+    """The card of a saved model. Family, task, size and limits are read from what was saved.
+
+    Args:
+        output_dir: with a model, and the tokenizer that the usage snippet needs.
+        data: sentences that say what the model was trained and evaluated on.
+        hub_model_id: the repository that the usage snippet loads; if None, the folder's name, which works beside it.
+        base_model: the repository or the local folder of the model that was fine-tuned.
+        dataset_name, dataset_config_name, dataset_split: the data set on the Hub, its configuration and the split
+            that `metrics` are of. Without a name, results are listed under "local files".
+        metrics: finite numbers by the name of their metric, such as `{"accuracy": 0.9, "f1": 0.92}`.
+        hyperparameters: what a table lists. Entries of None are left out, and so are those whose name ends in
+            `_token`, for a card is public.
+        hardware: what the model was trained on; if None, the devices, or the CPU cores, that this process sees.
+        limits: sentences added to those that follow from the configuration.
+        example: the input of the usage snippet, or a pair of texts for a classifier of pairs. One for "fill-mask"
+            holds the mask token.
+        language: ISO 639-1 codes of the texts.
+        license: as on the Hub, such as "apache-2.0".
+
+    Raises:
+        FileNotFoundError: if `output_dir` holds no saved model.
+        ValueError: if the model has a head without a pipeline, or a metric is not finite.
+    """
+    folder = Path(output_dir)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: save the model there with save_pretrained.")
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, EncoderConfig):
+        raise ValueError(f"{folder} holds a {config.model_type!r} model; cards are for {list(FAMILIES)}.")
+    architecture = (config.architectures or ["none"])[0]
+    task = _task(architecture)
+    for metric, value in (metrics or {}).items():
+        if not math.isfinite(value):
+            raise ValueError(f"The metric {metric!r} is {value}: a card lists finite numbers, so leave it out.")
+
+    model_name = (hub_model_id or folder.resolve().name).rsplit("/", 1)[-1]
+    name = hub_model_id or folder.resolve().name
+    local_base = base_model is not None and os.path.isdir(base_model)
+    evaluated_on = dataset_name or "local files"
+    if dataset_config_name:
+        evaluated_on += f" ({dataset_config_name})"
+    card_data = ModelCardData(
+        language=language,
+        license=license,
+        library_name="transformers",
+        pipeline_tag=task.pipeline_tag,
+        tags=["nystrom_models", config.model_type],
+        base_model=None if local_base else base_model,
+        datasets=dataset_name,
+        metrics=list(metrics) if metrics else None,
+        model_name=model_name,
+        eval_results=[
+            EvalResult(
+                task_type=task.pipeline_tag,
+                dataset_type=dataset_name or "local",
+                dataset_name=evaluated_on,
+                dataset_config=dataset_config_name,
+                dataset_split=dataset_split,
+                metric_type=metric,
+                metric_value=float(value),
+            )
+            for metric, value in metrics.items()
+        ]
+        if metrics
+        else None,
+    )
+    return ModelCard.from_template(
+        card_data,
+        template_path=str(TEMPLATE),
+        model_name=model_name,
+        family=FAMILIES[config.model_type],
+        architecture=architecture,
+        purpose=task.purpose,
+        base_model=os.path.basename(os.path.normpath(base_model)) if base_model and local_base else base_model,
+        local_base=local_base,
+        num_parameters=f"{_num_parameters(folder):,}",
+        max_length=config.max_position_embeddings,
+        linear=getattr(config, "num_landmarks", 0) is not None,
+        usage=_usage(task, name, example),
+        remote_usage=_usage(task, name, example, ", trust_remote_code=True"),
+        data=data,
+        evaluated_on=f"{evaluated_on}, split {dataset_split}",
+        metrics=[(_cell(metric), round(float(value), 4)) for metric, value in (metrics or {}).items()],
+        hyperparameters=[
+            (key, _cell(value))
+            for key, value in (hyperparameters or {}).items()
+            if value is not None and not key.endswith("_token")
+        ],
+        hardware=hardware or _hardware(),
+        versions=_versions(),
+        limits=[*_limits(config), *limits],
+    )
+
+
+def write_model_card(output_dir: str | os.PathLike, **fields: Any) -> Path:
+    """Writes [`model_card`] with these fields to README.md in `output_dir`, and gives its path."""
+    path = Path(output_dir) / "README.md"
+    model_card(output_dir, **fields).save(path)
+    return path

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is trained for and measured by: the only thing in which pretraining and fine-tuning differ."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Batch = Mapping[str, Tensor]
+
+
+class Objective(Protocol):
+    """Losses to train on, and scores to report.
+
+    A loss is a mean over some number of targets. The number must be known before the forward pass, so that
+    micro-batches and processes with different numbers of targets add up to the mean over all of them.
+    """
+
+    def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """The number of targets, int64 of shape (), that each loss of `batch` is a mean over."""
+
+    def losses(self, outputs: Any) -> dict[str, Tensor]:
+        """The losses, of shape (), under the names of [`num_targets`]."""
+
+    def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """Sums by row and numbers of targets by row, both of shape (B,); sum over sum is the score of a data set.
+
+        `with_loss=False` leaves out what [`losses`] tells already.
+        """
+
+
+def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and counts by row of values, (T,), that stand at the T positions where mask, (B, ...), is true."""
+    rows = mask.nonzero()[:, 0]
+    sums = torch.zeros(mask.shape[0], dtype=torch.float32, device=mask.device).index_add(0, rows, values.float())
+    return sums, mask.flatten(1).sum(1).float()
+
+
+def _classification_scores(
+    logits: Tensor, labels: Tensor, loss: str, accuracy: str, with_loss: bool
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Scores against labels, (B, ...), where those are not -100, of logits (B, ..., C), or (T, C) only there."""
+    mask = labels != -100
+    if logits.shape[:-1] == labels.shape:
+        logits = logits[mask]
+    logits, targets = logits.float(), labels[mask]
+    mask = mask if mask.ndim > 1 else mask[:, None]
+    scores = {accuracy: _sums_by_row(logits.argmax(-1) == targets, mask)}
+    if with_loss:
+        scores[loss] = _sums_by_row(F.cross_entropy(logits, targets, reduction="none"), mask)
+    return scores
+
+
+class PretrainingObjective:
+    """MLM + SOP, for a `ForPreTraining` model."""
+
+    def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        return {
+            "mlm_loss": (batch["labels"] != -100).sum(),
+            "sop_loss": (batch["sentence_order_label"] != -100).sum(),
+        }
+
+    def losses(self, outputs: Any) -> dict[str, Tensor]:
+        return {"mlm_loss": outputs.mlm_loss, "sop_loss": outputs.sop_loss}
+
+    def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        return {
+            **_classification_scores(
+                outputs.prediction_logits, batch["labels"], "mlm_loss", "mlm_accuracy", with_loss
+            ),
+            **_classification_scores(
+                outputs.sop_logits, batch["sentence_order_label"], "sop_loss", "sop_accuracy", with_loss
+            ),
+        }
+
+
+class ClassificationObjective:
+    """One class a row, for a `ForSequenceClassification` model."""
+
+    def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": (batch["labels"] != -100).sum()}
+
+    def losses(self, outputs: Any) -> dict[str, Tensor]:
+        return {"loss": outputs.loss}
+
+    def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        return _classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
+
+
+class RegressionObjective:
+    """One number a row, for a `ForSequenceClassification` model with one label."""
+
+    def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": torch.tensor(len(batch["labels"]), device=batch["labels"].device)}
+
+    def losses(self, outputs: Any) -> dict[str, Tensor]:
+        return {"loss": outputs.loss}
+
+    def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        if not with_loss:
+            return {}
+        errors = (outputs.logits.flatten().float() - batch["labels"].float()) ** 2
+        return {"loss": (errors, torch.ones_like(errors))}

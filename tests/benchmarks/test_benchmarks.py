@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+import json
+
+import pytest
+import torch
+
+from benchmarks import cli, measure, report
+from benchmarks.registry import WORKLOADS, Prepared, Setting
+
+SIZES = {
+    "num_heads": 2,
+    "head_dim": 8,
+    "num_landmarks": 8,
+    "projected_dim": 6,
+    "conv_kernel_size": 5,
+    "num_layers": 1,
+}
+SMALL = [text for name, size in SIZES.items() for text in (f"--{name}", str(size))]
+QUICK = ["--repeats", "2", "--max_seconds", "1"]
+OPERATIONS = [name for name, workload in WORKLOADS.items() if workload.kind == "op"]
+
+ROW = {
+    "workload",
+    "contender",
+    "ours",
+    "baseline",
+    "status",
+    "reason",
+    "check",
+    "milliseconds",
+    "speedup",
+    "peak_bytes",
+    "others_cpu",
+    "setting",
+}
+
+
+def run(path, *arguments):
+    code = cli.main(["run", *SMALL, *QUICK, "--output", str(path), *arguments])
+    return code, json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("options", [[], ["--backward"], ["--dtype", "bfloat16"]], ids=["forward", "backward", "bf16"])
+def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
+    code, stored = run(tmp_path / "deep" / "result.json", "--op", "--lengths", "32", "37", *options)
+    assert code == 0
+    printed = capsys.readouterr().out
+
+    assert set(stored) == {"schema_version", "created", "command", "machine", "versions", "source", "results"}
+    assert stored["machine"]["cores"] >= 1 and stored["versions"]["torch"] == torch.__version__
+    rows = {(row["workload"], row["contender"], row["setting"]["length"]): row for row in stored["results"]}
+    assert set(rows) == {(name, who, n) for name in OPERATIONS for who in WORKLOADS[name].contenders for n in (32, 37)}
+    for (name, who, _), row in rows.items():
+        assert set(row) == ROW
+        assert row["status"] == "ok" or row["reason"], (name, who)
+        assert row["status"] != "wrong", row["reason"]
+        if row["status"] == "ok":
+            assert row["check"]["passed"] and 0 < row["milliseconds"]["min"] <= row["milliseconds"]["median"]
+            assert row["milliseconds"]["samples"] == 2 and row["peak_bytes"] > 0
+            assert (row["speedup"] is None) == row["baseline"]
+            compared = {"output"} | {key for key in row["check"]["deviations"] if key.startswith("gradient of ")}
+            assert set(row["check"]["deviations"]) == compared and (len(compared) > 1) == ("--backward" in options)
+        if row["ours"]:
+            assert row["status"] == "ok"
+
+    cli.main(["table", str(tmp_path / "deep" / "result.json")])
+    assert printed.endswith(capsys.readouterr().out)
+    assert all(WORKLOADS[name].contenders.keys() & set(printed.split()) for name in OPERATIONS)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("length", [32, 64])
+def test_opponents_compute_what_we_compute(length, backward):
+    """Where an opponent's formula is ours, it passes the check: the checks compare like with like."""
+    setting = Setting(length, batch_size=2, backward=backward, **SIZES)
+    expected = {"transformers", "nystrom-attention", "linformer", "linformer-pytorch", "exact-sdpa", "exact-softmax"}
+    for name in OPERATIONS:
+        for row in measure.measure(WORKLOADS[name], setting, repeats=1, memory=False):
+            if row["contender"] in expected and not (row["status"] == "unavailable" and "module" in row["reason"]):
+                assert row["status"] == "ok", (name, row["contender"], row["reason"])
+
+
+class Scaled(torch.autograd.Function):
+    """A right output with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx, states):
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 1.01 * gradient
+
+
+WRONG = {
+    "output": lambda output: output * 1.001,
+    "shape": lambda output: output[:, :-1],
+    "nan": lambda output: output.index_fill(1, torch.tensor([3]), torch.nan),
+    "gradient": Scaled.apply,
+}
+
+
+@pytest.mark.parametrize("baseline", [False, True], ids=["opponent", "baseline"])
+@pytest.mark.parametrize("fault", WRONG)
+def test_no_speedup_for_a_wrong_result(fault, baseline):
+    workload = copy.deepcopy(WORKLOADS["nystrom"])
+    right = workload.contenders["ours"].build
+
+    @workload.contender("wrong", ours=baseline)
+    def wrong(setting, inputs):
+        return Prepared(lambda: WRONG[fault](right(setting, inputs).call()))
+
+    if baseline:
+        workload.baseline = "wrong"
+    setting = Setting(32, backward=fault == "gradient", **SIZES)
+    names = ["ours", "ours-reference", "wrong"]
+    rows = measure.measure(workload, setting, contenders=names, repeats=2, memory=False)
+    rows = {row["contender"]: {**row, "setting": cli.describe_setting(setting)} for row in rows}
+
+    assert rows["wrong"]["status"] == "wrong" and rows["wrong"]["reason"]
+    assert rows["wrong"]["milliseconds"] is None and rows["wrong"]["speedup"] is None
+    assert rows["ours"]["status"] == rows["ours-reference"]["status"] == "ok"
+    # Without a right baseline there is nothing to be faster than.
+    assert (rows["ours-reference"]["speedup"] is None) == baseline
+    assert "WRONG" in "\n".join(report.grid(list(rows.values()), "speed-up", report.speedup_cell))
+
+
+def test_encoders_run_and_ours_are_checked():
+    workload = WORKLOADS["encoder"]
+    checked = {"ours", "ours-linformer", "transformers"}
+    for row in measure.measure(workload, Setting(32, **SIZES), repeats=1, memory=False):
+        if row["status"] != "unavailable":
+            assert row["status"] == "ok", (row["contender"], row["reason"])
+            assert bool(row["check"]["deviations"]) == (row["contender"] in checked)
+
+
+def test_an_opponent_that_fails_does_not_end_the_run():
+    workload = copy.deepcopy(WORKLOADS["nystrom"])
+
+    @workload.contender("broken")
+    def broken(setting, inputs):
+        raise RuntimeError("expected this shape\nand a second line")
+
+    setting = Setting(32, **SIZES)
+    rows = measure.measure(workload, setting, contenders=["broken", "exact-sdpa"], repeats=1, memory=False)
+    assert {row["contender"]: row["status"] for row in rows} == {"ours": "ok", "broken": "error", "exact-sdpa": "ok"}
+    assert next(row["reason"] for row in rows if row["contender"] == "broken") == "RuntimeError: expected this shape"
+
+
+def test_rounds_are_interleaved_and_slow_contenders_sit_out():
+    calls = []
+    contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "SAMPLE_SECONDS", 0.0)
+        patch.setattr(measure, "WARMED_SECONDS", 0.0)
+        samples = measure.interleave(contenders, repeats=5, max_seconds=100, device="cpu")
+        assert all(len(times) == 5 and None not in times for times in samples.values())
+        rounds = [calls[start : start + 3] for start in range(6, len(calls), 3)]
+        assert len(rounds) == 5 and all(sorted(names) == ["a", "b", "c"] for names in rounds)
+        samples = measure.interleave(contenders, repeats=5, max_seconds=0, device="cpu")
+    assert all([time is None for time in times] == [False] * 3 + [True] * 2 for times in samples.values())
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    def call():
+        for _ in range(3):
+            block = torch.zeros(2**20)
+            del block
+        return torch.zeros(2**18)
+
+    assert 4 * 2**20 <= measure.peak_memory(call, "cpu") < 1.1 * 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--op", "nystroem"], "nystrom-conv"),
+        (["--contenders", "transformer"], "transformers"),
+        (["--conv_kernel_size", "4"], "--conv_kernel_size"),
+        (["--lengths", "0"], "--lengths"),
+        (["--repeats", "0"], "--repeats"),
+    ],
+)
+def test_bad_arguments_name_what_would_work(capsys, arguments, named):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["run", *arguments])
+    assert stopped.value.code == 2 and named in capsys.readouterr().err
+
+
+def test_plot(tmp_path):
+    path = tmp_path / "result.json"
+    run(path, "--op", "linformer", "--lengths", "16", "32", "--contenders", "exact-sdpa")
+    cli.main(["plot", str(path)])
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_list_names_every_workload_and_contender(capsys):
+    cli.main(["list"])
+    words = capsys.readouterr().out.replace(":", " ").split()
+    for workload in WORKLOADS.values():
+        assert workload.name in words and set(workload.contenders) <= set(words)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers' common tests on every family and head, with rows shorter and rows longer than the landmarks or k."""
+
+import unittest
+from unittest import mock
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+import nystrom_models
+from tests.common import upstream
+
+modeling_common = upstream.load("test_modeling_common")
+configuration_common = upstream.load("test_configuration_common")
+
+HEADS = {
+    "Model": "MODEL",
+    "ForPreTraining": "MODEL_FOR_PRETRAINING",
+    "ForMaskedLM": "MODEL_FOR_MASKED_LM",
+    "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+    "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION",
+    "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING",
+    "ForMultipleChoice": "MODEL_FOR_MULTIPLE_CHOICE",
+}
+
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 37,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 3,
+}
+
+
+class ModelTester:
+    """What `ModelTesterMixin` asks about a model: a small configuration and a batch for it.
+
+    The batch has a full row, and a right-padded, a left-padded and a broken row of `min_valid` valid tokens.
+    """
+
+    is_training = True
+    batch_size = 4
+    num_choices = 2
+    hidden_size = SMALL["hidden_size"]
+    num_hidden_layers = SMALL["num_hidden_layers"]
+    num_attention_heads = SMALL["num_attention_heads"]
+
+    def __init__(self, config_class, seq_length, min_valid, options):
+        self.config_class = config_class
+        self.seq_length = seq_length
+        self.min_valid = min_valid
+        self.options = options
+
+    def get_config(self):
+        return self.config_class(**SMALL, **self.options)
+
+    def prepare_config_and_inputs_for_common(self):
+        size = (self.batch_size, self.seq_length)
+        padding = self.seq_length - self.min_valid
+        attention_mask = torch.ones(size, dtype=torch.long)
+        attention_mask[1, -padding:] = 0
+        attention_mask[2, :padding] = 0
+        attention_mask[3, 1 : 1 + padding] = 0
+        inputs = {
+            "input_ids": modeling_common.ids_tensor(size, SMALL["vocab_size"]),
+            "attention_mask": attention_mask,
+            "token_type_ids": modeling_common.ids_tensor(size, SMALL["type_vocab_size"]),
+        }
+        return self.get_config(), inputs
+
+
+class CommonTests(modeling_common.ModelTesterMixin):
+    test_can_init_all_missing_weights_before_2023 = True
+
+    @classmethod
+    def setUpClass(cls):
+        # Many common tests choose labels and what to expect by looking a class up in these names of built-in classes.
+        model_type = cls.config_class.model_type
+        for suffix, mapping in HEADS.items():
+            names = getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")
+            cls.enterClassContext(mock.patch.dict(names, {model_type: cls.family + suffix}))
+
+    def setUp(self):
+        self.model_tester = ModelTester(self.config_class, self.seq_length, self.min_valid, self.options)
+
+    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+        inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels)
+        if return_labels and model_class.__name__.endswith("ForPreTraining"):
+            size = (self.model_tester.batch_size, self.model_tester.seq_length)
+            inputs["labels"] = torch.zeros(size, dtype=torch.long)
+            inputs["sentence_order_label"] = torch.zeros(size[0], dtype=torch.long)
+        return inputs
+
+    def test_support_is_declared(self):
+        # The common tests skip themselves for a class that does not declare these.
+        for model_class in self.all_model_classes:
+            self.assertTrue(model_class._supports_sdpa)
+            self.assertTrue(model_class.supports_gradient_checkpointing)
+
+    def test_config(self):
+        configuration_common.ConfigTester(self, self.config_class, **SMALL, **self.options).run_common_tests()
+
+    def test_model_weights_reload_no_missing_tied_weights(self):
+        # It loads a checkpoint that holds none of the model's weights, which this package refuses otherwise.
+        loader = classmethod(transformers.PreTrainedModel.from_pretrained.__func__)
+        base = getattr(nystrom_models, f"{self.family}PreTrainedModel")
+        with mock.patch.object(base, "from_pretrained", loader):
+            super().test_model_weights_reload_no_missing_tied_weights()
+
+
+def common_tests(name, family, *, seq_length, min_valid, **options):
+    """A test class for one family and regime."""
+    attributes = {
+        "__module__": __name__,
+        "family": family,
+        "config_class": getattr(nystrom_models, f"{family}Config"),
+        "all_model_classes": tuple(getattr(nystrom_models, family + suffix) for suffix in HEADS),
+        "seq_length": seq_length,
+        "min_valid": min_valid,
+        "options": options,
+    }
+    return type(name, (CommonTests, unittest.TestCase), attributes)
+
+
+SHORT_ROWS = {"seq_length": 7, "min_valid": 5}
+LONG_ROWS = {"seq_length": 13, "min_valid": 6}
+
+TestNystromformerShortRows = common_tests(
+    "TestNystromformerShortRows", "Nystromformer", **SHORT_ROWS, num_landmarks=16, conv_kernel_size=3
+)
+TestNystromformerLongRows = common_tests(
+    "TestNystromformerLongRows", "Nystromformer", **LONG_ROWS, num_landmarks=4, conv_kernel_size=3
+)
+TestLinformerShortRows = common_tests(
+    "TestLinformerShortRows", "Linformer", **SHORT_ROWS, projected_dim=16, share_projection="none"
+)
+TestLinformerLongRows = common_tests("TestLinformerLongRows", "Linformer", **LONG_ROWS, projected_dim=4)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+
+# Before any import of huggingface_hub, which reads it once: no test may reach the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import subprocess
+import sys
+import sysconfig
+import venv
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.load_profile("repeatable")
+
+# PyTorch then fills what torch.empty and its kin return with NaN, so that a value read before it is written shows.
+torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+# The marks on Transformers' common tests.
+UPSTREAM_MARKERS = (
+    "accelerate_tests",
+    "flash_attn_test",
+    "flash_attn_3_test",
+    "flash_attn_4_test",
+    "torch_compile_test",
+)
+
+
+def pytest_configure(config):
+    for marker in UPSTREAM_MARKERS:
+        config.addinivalue_line("markers", f"{marker}: set by Transformers")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    without_device = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(without_device)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Every test starts from one seed and without compiled graphs, of which a function that models share has few."""
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def clean_python(tmp_path_factory):
+    """The Python of a new virtual environment that sees the installed packages, but not this one.
+
+    A path file leads to the packages; path files of other environments, as an editable install's, are not followed.
+    """
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+    with open(os.path.join(site, "packages.pth"), "w") as file:
+        file.write(sysconfig.get_path("purelib") + "\n")
+    return python

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+
+from nystrom_models.data.classification import ClassificationCollator, class_labels, classification_dataset
+
+TEXTS = ["array axis batch", "buffer cache column compute data default dtype element error file"]
+
+
+def dataset(**columns):
+    return Dataset.from_dict({"text": TEXTS, **columns})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kept"),
+    [
+        ("head", "buffer cache column compute data"),
+        ("tail", "default dtype element error file"),
+        ("head_tail", "buffer cache element error file"),
+    ],
+)
+def test_truncation(strategy, kept, tokenizer):
+    assert all(len(tokenizer.tokenize(word)) == 1 for text in TEXTS for word in text.split())
+    rows = classification_dataset(dataset(label=[0, 1]), tokenizer, 7, truncation_strategy=strategy)
+    assert tokenizer.batch_decode(list(rows["input_ids"])) == [f"[CLS] {TEXTS[0]} [SEP]", f"[CLS] {kept} [SEP]"]
+    assert list(rows["length"]) == [5, 7]
+    assert {name: [len(row) for row in rows[name]] for name in ("attention_mask", "token_type_ids")} == {
+        "attention_mask": [5, 7],
+        "token_type_ids": [5, 7],
+    }
+
+
+def test_pairs_and_batches(tokenizer):
+    pairs = dataset(other=["error", "file"], label=["no", "yes"])
+    rows = classification_dataset(pairs, tokenizer, 7, ["text", "other"], label_names=["yes", "no"])
+    assert tokenizer.decode(rows[1]["input_ids"]) == "[CLS] buffer cache column [SEP] file [SEP]"
+    batch = ClassificationCollator(tokenizer)(list(rows))
+    assert batch.keys() == {"input_ids", "token_type_ids", "attention_mask", "labels"}
+    assert batch["labels"].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="--truncation_strategy head"):
+        classification_dataset(pairs, tokenizer, 7, ["text", "other"], truncation_strategy="tail")
+
+
+def test_labels():
+    assert class_labels(dataset(label=[4, 1]), "label") == {1: 0, 4: 1}
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["pos", "neg"])})
+    assert class_labels(dataset(label=[0, 0]).cast(features), "label") == {"pos": 0, "neg": 1}
+
+
+def test_numbered_classes_are_known_by_their_names(tokenizer):
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["pos", "neg"])})
+    rows = classification_dataset(dataset(label=[0, 1]).cast(features), tokenizer, 8, label_names=["neg", "pos"])
+    assert list(rows["labels"]) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"label": [0, 1]}, {"text_column": "body"}, r"no column 'body'; its columns are \['text', 'label'\]"),
+        ({"label": [0, None]}, {}, "'label' of the data set has no value in row 2"),
+        (
+            {"label": ["a", "c"]},
+            {"label_names": ["a", "b"]},
+            r"holds \['c'\], which is none of the labels \['a', 'b'\]",
+        ),
+        ({"label": ["a", "b"]}, {"regression": True}, "must hold numbers"),
+        ({"label": [0.5, float("nan")]}, {"regression": True}, "not finite"),
+        ({"label": [0, 1]}, {"text_column": "label"}, "'label' .* must hold text, but holds int64"),
+        ({"label": [0, 1]}, {"max_length": 2}, "--max_length"),
+    ],
+)
+def test_bad_data(columns, options, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        classification_dataset(dataset(**columns), tokenizer, **{"max_length": 8, **options})

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+import csv
+import gzip
+import json
+import shutil
+
+import pytest
+from datasets import Dataset
+
+from nystrom_models.data.files import load_files
+
+ROWS = [
+    {"text": 'A "quoted", long\ntext', "label": 1},
+    {"text": "NA", "label": 0},
+    {"text": "Nyström", "label": 1},
+]
+
+
+def write(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def compressed(path):
+    packed = path.with_name(path.name + ".gz")
+    with path.open("rb") as source, gzip.open(packed, "wb") as target:
+        shutil.copyfileobj(source, target)
+    return packed
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+def test_tables(ending, tmp_path):
+    first = write(tmp_path / f"first{ending}", ROWS[:2])
+    second = compressed(write(tmp_path / f"second{ending}", ROWS[2:]))
+    assert load_files(first, cache_dir=tmp_path / "cache").to_list() == ROWS[:2]
+    assert load_files([first, str(second)], cache_dir=tmp_path / "cache").to_list() == ROWS
+
+
+def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("= Title =\nA paragraph.\n\n\n\nAnother.\n", encoding="utf-8")
+    texts = [row.strip() for row in load_files([path, compressed(path)], cache_dir=tmp_path / "cache")["text"]]
+    assert texts == ["= Title =\nA paragraph.", "Another."] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"rows\.jsonl, line 2: not JSON"),
+        ("rows.jsonl", b'{"text": "a"}\n\n[1, 2]\n', r"rows\.jsonl, line 3: not a JSON object"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"rows\.jsonl, line 2: not UTF-8"),
+        (
+            "rows.jsonl",
+            b'{"label": 1}\n{"label": "x"}\n',
+            r"rows\.jsonl, given by --test_file, cannot be read: .*label",
+        ),
+        ("rows.csv", b"text,label\na,1\nb,2,3\n", r"rows\.csv, line 3: 3 fields, but the header has 2"),
+        # pandas takes the first of three fields for an index, without a word.
+        ("rows.csv", b"text,label\na,1,2\nb,2,3\n", r"rows\.csv, line 2: 3 fields, but the header has 2"),
+        ("rows.csv", b'text,label\n"a,1\nb,2\n', r"rows\.csv, line 3: unexpected end of data"),
+        ("rows.csv", b"text,label\n", r"--test_file hold no rows"),
+        ("rows.txt", b"a\n\xff\n", r"rows\.txt, line 2: not UTF-8"),
+        ("rows.txt", b"", r"rows\.txt, given by --test_file, is empty"),
+        ("rows.jsonl.gz", b"plain", r"rows\.jsonl\.gz is damaged"),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 2000, mtime=0)[:-12], r"rows\.jsonl\.gz is damaged"),
+        ("rows.parquet", b"PAR1 and no more", r"rows\.parquet, given by --test_file, cannot be read"),
+        ("rows.xlsx", b"x", r"rows\.xlsx must end in one of \.txt, \.jsonl, \.csv, \.parquet"),
+    ],
+)
+def test_faults_are_named(name, content, message, tmp_path):
+    good = tmp_path / ("good." + name.split(".", 1)[1])
+    good.write_bytes(b'{"text": "a"}\n' if "jsonl" in name and "gz" not in name else content)
+    path = tmp_path / name
+    path.write_bytes(content)
+    paths = [good, path] if name == "rows.jsonl" and b"label" not in content else path
+    with pytest.raises(ValueError, match=message):
+        load_files(paths, "--test_file", cache_dir=tmp_path / "cache")
+
+
+def test_a_missing_file_and_mixed_formats(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(FileNotFoundError, match=r"--train_file names .*absent\.jsonl"):
+        load_files([path, tmp_path / "absent.jsonl"])
+    with pytest.raises(ValueError, match="must have one format"):
+        load_files([path, write(tmp_path / "rows.csv", ROWS)])

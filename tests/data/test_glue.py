@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+
+import pytest
+
+from nystrom_models.data.glue import GLUE_TASKS, load_glue
+from nystrom_models.data.metrics import load_metric
+
+# Of class 1: 2 found, 1 missed, 2 false; 3 others are right.
+REFERENCES, PREDICTIONS = [1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 0, 0, 0]
+# Deviations from the means: (-3, -1, 1, 3) / 2 and (-3, -2, -1, 6).
+SCORES, PREDICTED_SCORES = [1, 2, 3, 4], [1, 2, 3, 10]
+BY_HAND = {
+    "cola": {"matthews_correlation": (2 * 3 - 2 * 1) / math.sqrt(4 * 3 * 5 * 4)},
+    "sst2": {"accuracy": 5 / 8},
+    "mrpc": {"accuracy": 5 / 8, "f1": 4 / 7},
+    "qqp": {"accuracy": 5 / 8, "f1": 4 / 7},
+    "stsb": {"pearson": 14 / math.sqrt(5 * 50), "spearmanr": 1.0},
+    "mnli": {"accuracy": 5 / 8},
+    "qnli": {"accuracy": 5 / 8},
+    "rte": {"accuracy": 5 / 8},
+    "wnli": {"accuracy": 5 / 8},
+    "classification": {"accuracy": 5 / 8, "macro_f1": (4 / 7 + 6 / 9) / 2},
+    "regression": {"mse": 9.0, "pearson": 14 / math.sqrt(5 * 50), "spearmanr": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_metrics_equal_those_computed_by_hand(name):
+    data = (PREDICTED_SCORES, SCORES) if name in ("stsb", "regression") else (PREDICTIONS, REFERENCES)
+    result = load_metric(name).compute(predictions=data[0], references=data[1])
+    assert result == pytest.approx(BY_HAND[name], rel=1e-6)
+
+
+def test_unknown_metrics_are_refused():
+    with pytest.raises(ValueError, match=r"must be one of .*'mrpc'.*, but is 'mrcp'"):
+        load_metric("mrcp")
+
+
+def test_the_nine_tasks():
+    assert GLUE_TASKS.keys() == BY_HAND.keys() - {"classification", "regression"}
+    files = {name for task in GLUE_TASKS.values() for name in task.prediction_files.values()}
+    # The names that the benchmark's server takes.
+    assert files == {f"{name}.tsv" for name in "CoLA SST-2 MRPC QQP STS-B MNLI-m MNLI-mm QNLI RTE WNLI".split()}
+    assert [name for name, task in GLUE_TASKS.items() if task.regression] == ["stsb"]
+
+
+def test_load_glue(tmp_path, monkeypatch):
+    # A folder of the repository's name is read in its place.
+    folder = tmp_path / "nyu-mll" / "glue"
+    folder.mkdir(parents=True)
+    splits = ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
+    paths = "".join(f"\n  - split: {split}\n    path: {split}.jsonl" for split in splits)
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: mnli\n  data_files:{paths}\n---\n")
+    for split in splits:
+        (folder / f"{split}.jsonl").write_text(json.dumps({"premise": split, "hypothesis": "x", "label": 2}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_glue("mnli", cache_dir=tmp_path / "cache")
+    assert {split: data["premise"][0] for split, data in loaded.items()} == {split: split for split in splits}

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+import run_imdb
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+
+def run(checkpoint, folder, *options):
+    paths = ["--model_name_or_path", checkpoint, "--output_dir", f"{folder}/output", "--cache_dir", f"{folder}/cache"]
+    fast = "--learning_rate 4e-3 --per_device_train_batch_size 16 --max_train_steps 60".split()
+    return run_imdb.main([*paths, *fast, *options])
+
+
+@pytest.fixture(scope="module")
+def reviews(filler, write_rows):
+    """A file of reviews, negative then positive, whose verdict stands at the end of 40 words."""
+
+    def make(size):
+        verdicts = ["bad"] * (size // 2) + ["good"] * (size // 2)
+        return write_rows(
+            [{"review": f"{filler(40, i)} {word}", "verdict": f"{word}!"} for i, word in enumerate(verdicts)]
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("strategy", ["head", "tail", "head_tail"])
+def test_what_is_cut_is_not_read(strategy, checkpoint, reviews, filler, tmp_path):
+    files = ["--train_file", reviews(200), "--validation_file", reviews(100), "--test_file", reviews(10)]
+    columns = ["--text_column_names", "review", "--label_column_name", "verdict"]
+    samples = ["--max_train_samples", "96", "--max_eval_samples", "48"]
+    options = ["--truncation_strategy", strategy, "--max_length", "20", *columns, *samples]
+    results = run(checkpoint, tmp_path, *files, *options)
+    assert results["validation"].keys() == {"loss", "accuracy", "macro_f1"}
+    if strategy == "head":
+        assert results["validation"]["accuracy"] < 0.75
+        return
+    assert results["validation"]["accuracy"] == 1.0
+    lines = (tmp_path / "output" / "test_predictions.tsv").read_text().splitlines()
+    assert lines[1:] == [f"{i}\t{'bad!' if i < 5 else 'good!'}" for i in range(10)]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "output")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "output")
+    classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
+    assert classify(f"{filler(17, 999)} good")[0]["label"] == "good!"
+
+
+def test_rows_are_as_long_as_the_model_takes_by_default(checkpoint, write_rows, filler, tmp_path):
+    file = write_rows([{"text": f"{filler(99, i)} {'bad' if i % 2 else 'good'}", "label": i % 2} for i in range(32)])
+    run(checkpoint, tmp_path, "--train_file", file, "--validation_file", file, "--max_train_steps", "1")
+    written = json.loads(Path(tmp_path, "output", "all_results.json").read_text())
+    assert written["arguments"]["max_length"] == 64
+
+
+def test_any_number_can_be_predicted(checkpoint, write_rows, filler, tmp_path):
+    rows = [{"text": f"{'good ' * (i % 4)}{filler(3, i)}", "stars": 100 + i % 4} for i in range(160)]
+    file = write_rows(rows)
+    options = ["--label_column_name", "stars", "--do_regression", "--max_train_steps", "2"]
+    results = run(checkpoint, tmp_path, "--train_file", file, "--validation_file", file, "--test_file", file, *options)
+    assert results["validation"].keys() == {"loss", "mse", "pearson", "spearmanr"}
+    assert results["validation"]["mse"] == pytest.approx(results["validation"]["loss"], rel=1e-4)
+    lines = (tmp_path / "output" / "test_predictions.tsv").read_text().splitlines()[1:]
+    predictions = [float(line.split("\t")[1]) for line in lines]
+    errors = [(prediction - row["stars"]) ** 2 for prediction, row in zip(predictions, rows, strict=True)]
+    assert sum(errors) / len(errors) == pytest.approx(results["validation"]["mse"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "message"),
+    [
+        (["a", "b"], ["a", "c"], r"the validation set holds \['c'\], which is none of the labels \['a', 'b'\]"),
+        (["a", "a"], ["a", "a"], "one label alone"),
+        ([0.5, 1.5], [0.5, 1.5], "--do_regression"),
+        ([0, None], [0, 1], "'label' of the train set has no value in row 2"),
+    ],
+)
+def test_labels_that_cannot_be_learned(train, validation, message, checkpoint, write_rows, tmp_path):
+    files = [write_rows([{"text": "a film", "label": label} for label in labels]) for labels in (train, validation)]
+    with pytest.raises(ValueError, match=message):
+        run(checkpoint, tmp_path, "--train_file", files[0], "--validation_file", files[1])

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""To the Hub and back, through the real client and processes that share nothing but a small Hub."""
+
+import hashlib
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from nystrom_models.training.hub import push
+
+PUSH = """
+import json, sys
+from huggingface_hub import upload_file
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+import nystrom_models
+from nystrom_models.training.hub import push
+
+masks, sentences = json.loads(sys.argv[1])
+for folder, auto, repo_id in (
+    (masks, AutoModelForMaskedLM, "ada/masks"),
+    (sentences, AutoModelForSequenceClassification, "ada/sentences"),
+):
+    auto.from_pretrained(folder).push_to_hub(repo_id)
+    AutoTokenizer.from_pretrained(folder).push_to_hub(repo_id)
+    upload_file(repo_id=repo_id, path_or_fileobj=folder + "/README.md", path_in_repo="README.md")
+# By one call, to a new repository and to the same one again.
+urls = [push(sentences, "finished", private=True), push(sentences, "ada/finished")]
+print(json.dumps(urls))
+"""
+
+LOAD = """
+import importlib.util, json, sys
+import torch, transformers
+from huggingface_hub import hf_hub_download
+
+text, repo_ids, with_package = json.loads(sys.argv[1])
+assert with_package == (importlib.util.find_spec("nystrom_models") is not None)
+if with_package:
+    import nystrom_models
+options = {} if with_package else {"trust_remote_code": True}
+answers = {}
+for repo_id in repo_ids:
+    # The Hub knows the task from the card.
+    pipe = transformers.pipeline(model=repo_id, **options)
+    inputs = pipe.tokenizer(text, return_tensors="pt")
+    auto = "AutoModelForMaskedLM" if pipe.task == "fill-mask" else "AutoModelForSequenceClassification"
+    model = getattr(transformers, auto).from_pretrained(repo_id, **options)
+    assert type(model).__module__.split(".")[0] == ("nystrom_models" if with_package else "transformers_modules")
+    with torch.no_grad():
+        logits = [instance(**inputs).logits for instance in (model, pipe.model)]
+    assert torch.equal(*logits)
+    answers[repo_id] = [logits[0].tolist(), pipe(text)]
+print(json.dumps(answers))
+"""
+
+FAULTS = """
+import json, sys
+from huggingface_hub import hf_hub_download
+from nystrom_models.training.hub import push
+
+answers = []
+for case in json.loads(sys.argv[1]):
+    try:
+        if "read" in case:
+            hf_hub_download(case["read"], "config.json", token=case["token"])
+        else:
+            push(**case)
+        answers.append(["", ""])
+    except Exception as error:
+        answers.append([type(error).__name__, str(error)])
+print(json.dumps(answers))
+"""
+
+
+def digests(folder):
+    return {path: hashlib.sha256(path.read_bytes()).digest() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_pushed_then_loaded_in_another_process(hub, client, classifier, fill_mask, clean_python):
+    before = digests(classifier)
+    first, second = client(PUSH, str(fill_mask), str(classifier))
+    assert digests(classifier) == before
+
+    code = {"encoder.py", "attention_ops.py", "configuration_encoder.py", "tokenizer.json", "README.md", "config.json"}
+    assert code | {"modeling_nystromformer.py"} <= hub.repositories["ada/masks"].files.keys()
+    assert code | {"modeling_linformer.py"} <= hub.repositories["ada/sentences"].files.keys()
+    finished = hub.repositories["ada/finished"]
+    # All that lies at the top of the folder, and neither checkpoints nor hidden files; the second push had no news.
+    assert finished.files.keys() - {".gitattributes"} == {path.name for path in classifier.glob("[!.]*.*")}
+    assert finished.private and first == second and len(finished.commits) == 2
+    assert finished.files["model.safetensors"].lfs and not finished.files["encoder.py"].lfs
+    assert finished.files["README.md"].content == (classifier / "README.md").read_bytes()
+
+    text = "the rain and the old [MASK]"
+    repo_ids = ["ada/masks", "ada/sentences", "ada/finished"]
+    with_package = client(LOAD, text, repo_ids, True)
+    without = client(LOAD, text, repo_ids, False, python=clean_python)
+    for repo_id, folder, auto in (
+        ("ada/masks", fill_mask, AutoModelForMaskedLM),
+        ("ada/sentences", classifier, AutoModelForSequenceClassification),
+        ("ada/finished", classifier, AutoModelForSequenceClassification),
+    ):
+        inputs = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+        with torch.no_grad():
+            expected = auto.from_pretrained(folder)(**inputs).logits
+        for answers in (with_package, without):
+            logits, answer = answers[repo_id]
+            torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-6, atol=1e-6)
+            assert len(answer) == (5 if repo_id == "ada/masks" else 1)
+    assert with_package["ada/finished"][1][0]["label"] in ("weather", "music")
+
+
+def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path):
+    wrong_card = tmp_path / "wrong-card"
+    shutil.copytree(classifier, wrong_card)
+    readme = wrong_card / "README.md"
+    readme.write_text(readme.read_text(encoding="utf-8").replace("  results:", "  result:"), encoding="utf-8")
+    hub.lose_once = {"/ada/lost/commit/main"}
+    before = digests(classifier)
+    run = {"output_dir": str(classifier)}
+    wrong, foreign, bad_name, lost, again, hidden, other, private, card = client(
+        FAULTS,
+        run | {"hub_model_id": "ada/wrong", "token": "expired"},
+        run | {"hub_model_id": "grace/foreign"},
+        run | {"hub_model_id": "ada/no:name"},
+        run | {"hub_model_id": "ada/lost"},
+        run | {"hub_model_id": "ada/lost"},
+        run | {"hub_model_id": "ada/hidden", "private": True},
+        {"read": "ada/hidden", "token": "token-of-grace"},
+        {"read": "ada/hidden", "token": "token-of-ada"},
+        {"output_dir": str(wrong_card), "hub_model_id": "ada/card"},
+    )
+    assert digests(classifier) == before
+    for (name, message), expected, hints in (
+        (wrong, "PermissionError", ("refused the token for ada/wrong", "HF_TOKEN", "Invalid credentials")),
+        (foreign, "PermissionError", ("may not write to grace/foreign", "--hub_model_id")),
+        (bad_name, "ValueError", ("--hub_model_id 'ada/no:name'",)),
+        (lost, "ConnectionError", (f"upload of {classifier} to ada/lost did not finish", "the folder is unchanged")),
+        (card, "ValueError", ("Invalid metadata in README.md", "model_index")),
+        (other, "RepositoryNotFoundError", ("ada/hidden",)),
+    ):
+        assert name == expected and all(hint in message for hint in hints), message
+    assert again == hidden == private == ["", ""]
+    assert hub.repositories.keys() == {"ada/lost", "ada/hidden", "ada/card"}
+    # Nothing of the lost push is seen, and the second one sent the large file no more.
+    assert len(hub.repositories["ada/lost"].commits) == 2
+    uploads = [path for method, path in hub.requests if method == "PUT"]
+    assert len(uploads) == len(set(uploads)) == 1
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_without_a_model_is_refused(missing, tmp_path):
+    (tmp_path / ({"config.json", "model.safetensors"} - {missing}).pop()).touch()
+    with pytest.raises(FileNotFoundError, match=r"--output_dir .* holds no "):
+        push(tmp_path, "ada/empty")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import EvalResult, ModelCard, metadata_load
+
+import nystrom_models
+from nystrom_models.training.model_card import TEMPLATE, model_card, write_model_card
+from tests.models.options import make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_metadata_are_what_the_hub_reads(classifier):
+    card = ModelCard.load(classifier / "README.md")
+    metadata = metadata_load(classifier / "README.md")
+    assert metadata["pipeline_tag"] == "text-classification" and metadata["library_name"] == "transformers"
+    assert metadata["tags"] == ["nystrom_models", "linformer"] and metadata["language"] == "en"
+    [result] = card.data.eval_results
+    assert isinstance(result, EvalResult) and result.metric_type == "accuracy"
+    assert 0.9 < result.metric_value <= 1  # it was trained
+    assert f"| accuracy | {round(result.metric_value, 4)} |" in card.text
+    # The secret among the hyper-parameters, and what is None, are left out.
+    assert "| `learning_rate` | 0.01 |" in card.text and "secret" not in card.content and "None" not in card.text
+    parameters = sum(
+        p.numel() for p in nystrom_models.LinformerForSequenceClassification.from_pretrained(classifier).parameters()
+    )
+    assert f"It has {parameters:,} parameters, takes up to 64 tokens" in card.text
+    assert f"torch {torch.__version__}" in card.text
+
+
+def printed(output):
+    """The answers of pipelines, among what else libraries may print."""
+    return [line for line in output.splitlines() if line.startswith("[{")]
+
+
+def test_the_usage_snippets_run(classifier, fill_mask, tmp_path, clean_python, monkeypatch, capsys):
+    """Beside the saved folders, under their repositories' names: the first with the package, the second without it."""
+    (tmp_path / "ada").mkdir()
+    with_package, without = [], []
+    for folder in (classifier, fill_mask):
+        (tmp_path / "ada" / folder.name).symlink_to(folder)
+        text = ModelCard.load(folder / "README.md").text
+        first, second = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        with_package.append(first)
+        without.append(second)
+    monkeypatch.chdir(tmp_path)
+    for snippet in with_package:
+        exec(snippet, {})
+    label, masks = printed(capsys.readouterr().out)
+    assert "'label': 'weather'" in label and masks.count("'token_str'") == 5
+    environment = os.environ | {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
+    environment.pop("PYTHONPATH", None)  # one way to this package
+    done = subprocess.run(
+        [clean_python, "-c", "\n".join(without)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert printed(done.stdout) == [label, masks]
+
+
+def test_every_field_finds_its_place(tmp_path):
+    make_model("nystromformer-softmax", "ForSequenceClassification").save_pretrained(tmp_path / "run")
+    card = model_card(
+        tmp_path / "run",
+        data="The MRPC pairs.",
+        hub_model_id="ada/mrpc",
+        base_model="ada/masks",
+        dataset_name="nyu-mll/glue",
+        dataset_config_name="mrpc",
+        metrics={"accuracy": 0.8, "f1": 0.876543},
+        hyperparameters={"report_to": "a|b"},
+        hardware="2 × a GPU",
+        limits=["English alone."],
+        example=("One text", 'The "other" text'),
+        license="apache-2.0",
+    )
+    data = card.data.to_dict()
+    assert data["base_model"] == "ada/masks" and data["datasets"] == "nyu-mll/glue" and data["license"] == "apache-2.0"
+    [index] = data["model-index"]
+    assert index["name"] == "mrpc"
+    [result] = index["results"]
+    assert result["dataset"] == {
+        "name": "nyu-mll/glue (mrpc)",
+        "type": "nyu-mll/glue",
+        "config": "mrpc",
+        "split": "validation",
+    }
+    assert [(metric["type"], metric["value"]) for metric in result["metrics"]] == [("accuracy", 0.8), ("f1", 0.876543)]
+    for part in (
+        "A Nyströmformer (NystromformerForSequenceClassification) that classifies texts, fine-tuned from [ada/masks]",
+        "quadratic in their number",
+        "The MRPC pairs.",
+        "Measured on nyu-mll/glue (mrpc), split validation.",
+        "| f1 | 0.8765 |",
+        r"| `report_to` | a\|b |",
+        "Hardware: 2 × a GPU.",
+        "- English alone.",
+        r'model({"text": "One text", "text_pair": "The \"other\" text"})',
+    ):
+        assert part in card.text, part
+
+
+def test_what_a_card_cannot_say_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        write_model_card(tmp_path, data="")
+    make_model("linformer-layerwise", "ForMultipleChoice").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="LinformerForMultipleChoice"):
+        write_model_card(tmp_path, data="")
+    make_model("linformer-layerwise").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="perplexity"):
+        write_model_card(tmp_path, data="", metrics={"perplexity": float("inf")})
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_the_template_is_in_the_wheel(tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        assert files.read(str(TEMPLATE.relative_to(ROOT / "src"))) == TEMPLATE.read_bytes()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The papers' formulas in float64, for one row without padding, written without the package.
+
+Shapes: L tokens, H heads, D head size, C = H·D. Weights come by the names of the parameters.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def softmax(scores: Tensor) -> Tensor:
+    exponentials = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
+    return exponentials / exponentials.sum(dim=-1, keepdim=True)
+
+
+def segment_means(states: Tensor, num_landmarks: int) -> Tensor:
+    """Means (m, D) of consecutive tokens: L = s m + r, the first m - r segments of s tokens, the last r of s + 1."""
+    size, rest = divmod(len(states), num_landmarks)
+    means, start = [], 0
+    for segment in range(num_landmarks):
+        stop = start + size + (segment >= num_landmarks - rest)
+        means.append(states[start:stop].sum(dim=0) / (stop - start))
+        start = stop
+    assert start == len(states)
+    return torch.stack(means)
+
+
+def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
+    identity = torch.eye(len(a), dtype=a.dtype)
+    z = a.T / (a.abs().sum(dim=0).max() * a.abs().sum(dim=1).max())
+    for _ in range(iterations):
+        z = z / 4 @ (13 * identity - a @ z @ (15 * identity - a @ z @ (7 * identity - a @ z)))
+    return z
+
+
+def nystrom_matrix(q: Tensor, k: Tensor, num_landmarks: int | None, iterations: int = 6) -> Tensor:
+    """One head: q, k (L, D) -> (L, L)."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    if num_landmarks is None or len(q) <= num_landmarks:
+        return softmax(q @ k.T * scale)
+    q_landmarks, k_landmarks = segment_means(q, num_landmarks), segment_means(k, num_landmarks)
+    inverse = pseudo_inverse(softmax(q_landmarks @ k_landmarks.T * scale), iterations)
+    return softmax(q @ k_landmarks.T * scale) @ inverse @ softmax(q_landmarks @ k.T * scale)
+
+
+def convolution(v: Tensor, kernel: Tensor) -> Tensor:
+    """v (L, D), kernel (odd,): each channel filtered along the tokens, zeros outside."""
+    reach = len(kernel) // 2
+    out = torch.zeros_like(v)
+    for token in range(len(v)):
+        for tap in range(len(kernel)):
+            source = token + tap - reach
+            if 0 <= source < len(v):
+                out[token] += kernel[tap] * v[source]
+    return out
+
+
+def project(states: Tensor, projection: Tensor | None, projection_type: str, kernel_size: int) -> Tensor:
+    """One head: (L, D) -> (k, D), by a (k, N) matrix or over slots of `kernel_size` tokens."""
+    if projection_type == "linear":
+        return projection[:, : len(states)] @ states
+    slots = []
+    for start in range(0, len(states), kernel_size):
+        part = states[start : start + kernel_size]
+        if projection_type == "mean_pool":
+            slots.append(part.sum(dim=0) / len(part))
+        elif projection_type == "max_pool":
+            slots.append(part.max(dim=0).values)
+        else:
+            slots.append(sum(tap * token for tap, token in zip(projection, part, strict=False)))
+    return torch.stack(slots)
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(dim=-1, keepdim=True)
+    return centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps) * weight + bias
+
+
+def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
+    """The whole encoder of either family: weights of the base model by name, input_ids (L,) -> (L, C), in float64."""
+    weights = {name: weight.double() for name, weight in weights.items()}
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ weights[name + ".weight"].T + weights[name + ".bias"]
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return layer_norm(x, weights[name + ".weight"], weights[name + ".bias"], config.layer_norm_eps)
+
+    x = weights["embeddings.word_embeddings.weight"][input_ids]
+    x = x + weights["embeddings.position_embeddings.weight"][2 : 2 + len(input_ids)]
+    x = norm("embeddings.LayerNorm", x + weights["embeddings.token_type_embeddings.weight"][0])
+    dim = config.hidden_size // config.num_attention_heads
+    for layer in range(config.num_hidden_layers):
+        name = f"encoder.layer.{layer}.attention.self."
+        heads = []
+        for head in range(config.num_attention_heads):
+            part = slice(head * dim, (head + 1) * dim)
+            q = linear(name + "query", x)[:, part]
+            v = linear(name + "value", x)[:, part]
+            if config.model_type == "nystromformer":
+                k = linear(name + "key", x)[:, part]
+                out = nystrom_matrix(q, k, config.num_landmarks, config.pinv_iterations) @ v
+            else:
+                out = linformer_head(weights, config, name, layer, head, part, q, x)
+            if config.conv_kernel_size is not None:
+                out = out + convolution(v, weights[name + "conv.weight"][head, 0, :, 0])
+            heads.append(out)
+        name = f"encoder.layer.{layer}."
+        x = norm(name + "attention.output.LayerNorm", linear(name + "attention.output.dense", torch.cat(heads, 1)) + x)
+        hidden = gelu_new(linear(name + "intermediate.dense", x))
+        x = norm(name + "output.LayerNorm", linear(name + "output.dense", hidden) + x)
+    return x
+
+
+def linformer_head(weights, config, name, layer, head, part, q, x) -> Tensor:
+    k = config.projected_dim[layer] if isinstance(config.projected_dim, list) else config.projected_dim
+    kernel_size = math.ceil(config.max_position_embeddings / k)
+
+    def projection(which: str) -> Tensor | None:
+        if config.projection_type.endswith("pool"):
+            return None
+        if config.share_projection == "layerwise":
+            return weights["encoder.sequence_projection.weight"]
+        which = "key" if config.share_projection == "key_value" else which
+        matrix = weights[f"{name}{which}_projection.weight"]
+        return matrix[head] if config.share_projection == "none" else matrix
+
+    def projected(which: str) -> Tensor:
+        states = x @ weights[f"{name}{which}.weight"][part].T
+        states = project(states, projection(which), config.projection_type, kernel_size)
+        return states + weights[f"{name}{which}.bias"][part]
+
+    return softmax(q @ projected("key").T / math.sqrt(q.shape[-1])) @ projected("value")

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The option sets that model tests run over, and the tolerances they are held to."""
+
+import torch
+
+import nystrom_models
+
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+NYSTROM = {
+    "landmarks": {"num_landmarks": 16, "conv_kernel_size": 5},
+    "no_convolution": {"num_landmarks": 16, "conv_kernel_size": None},
+    "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65},
+    "one_landmark": {"num_landmarks": 1, "conv_kernel_size": 3},
+    "softmax": {"num_landmarks": None, "conv_kernel_size": None},
+}
+LINFORMER = {
+    "layerwise": {},
+    "none": {"share_projection": "none"},
+    "headwise": {"share_projection": "headwise", "conv_kernel_size": 5},
+    "key_value": {"share_projection": "key_value", "projected_dim": [8, 5]},
+    "mean_pool": {"projection_type": "mean_pool"},
+    "max_pool": {"projection_type": "max_pool"},
+    "conv": {"projection_type": "conv"},
+    "conv_none": {"projection_type": "conv", "share_projection": "none"},
+}
+OPTIONS = {f"nystromformer-{name}": ("Nystromformer", options) for name, options in NYSTROM.items()} | {
+    f"linformer-{name}": ("Linformer", {"projected_dim": 8} | options) for name, options in LINFORMER.items()
+}
+HEADS = (
+    "Model",
+    "ForPreTraining",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+
+# Largest error over largest entry. Float32: rounding, grown by the pseudo-inverse and two layers. Half precisions:
+# eight or eleven bits of mantissa, rounded again after each of a layer's operations.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert torch.isfinite(actual).all()
+    difference = (actual.double() - expected.double()).abs().max().item()
+    return difference / max(expected.double().abs().max().item(), 1e-30)
+
+
+def make_model(option: str, head: str = "Model", **fields):
+    """A model with weights three times as large as the usual ones, so that attention is not nearly uniform."""
+    family, options = OPTIONS[option]
+    config = getattr(nystrom_models, family + "Config")(**TINY | {"max_position_embeddings": 64} | options | fields)
+    model = getattr(nystrom_models, family + head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong input is refused with an error that names what to change."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
+
+import nystrom_models
+from nystrom_models import LinformerConfig, LinformerModel, NystromformerConfig, NystromformerModel
+from tests.models.options import make_model
+
+BAD_FIELDS = {
+    "hidden size": (NystromformerConfig, {"hidden_size": 100, "num_attention_heads": 12}, "hidden_size=108"),
+    "even convolution": (NystromformerConfig, {"conv_kernel_size": 4}, "conv_kernel_size=4 must be odd.*use 5"),
+    "negative convolution": (LinformerConfig, {"conv_kernel_size": -3}, "conv_kernel_size=-3.*use 1"),
+    "no landmarks": (NystromformerConfig, {"num_landmarks": 0}, "num_landmarks=0 must be at least 1"),
+    "no iterations": (NystromformerConfig, {"pinv_iterations": 0}, "pinv_iterations=0 must be at least 1"),
+    "no heads": (LinformerConfig, {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+    "no slots": (LinformerConfig, {"projected_dim": 0}, "projected_dim=0 must lie between 1 and"),
+    "too many slots": (LinformerConfig, {"projected_dim": 600}, "projected_dim=600.*max_position_embeddings=512"),
+    "a slot list too short": (
+        LinformerConfig,
+        {"projected_dim": [8, 8], "share_projection": "none"},
+        "projected_dim.* 2 numbers for num_hidden_layers=12",
+    ),
+    "slots differ but are shared": (
+        LinformerConfig,
+        {"projected_dim": [8, 4], "num_hidden_layers": 2},
+        'share_projection="key_value"',
+    ),
+    "unknown sharing": (LinformerConfig, {"share_projection": "all"}, "'all' is unknown: use one of none, headwise"),
+    "unknown projection": (LinformerConfig, {"projection_type": "dct"}, "'dct' is unknown: use one of linear"),
+    "decoder": (NystromformerConfig, {"is_decoder": True}, "is_decoder=False"),
+    "cross attention": (LinformerConfig, {"add_cross_attention": True}, "add_cross_attention=False"),
+    "causal": (LinformerConfig, {"is_causal": True}, "is_causal=False"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_configuration_is_refused(name):
+    config_class, fields, message = BAD_FIELDS[name]
+    with pytest.raises(ValueError, match=message):
+        config_class(**fields)
+    # Also when the field is set afterwards.
+    config = config_class()
+    for field, value in fields.items():
+        setattr(config, field, value)
+    model_class = getattr(nystrom_models, config_class.__name__.replace("Config", "Model"))
+    with pytest.raises(ValueError, match=message):
+        model_class(config)
+
+
+IDS = torch.arange(3, 13).view(1, 10)
+BAD_CALLS = {
+    "too long": ({"input_ids": torch.full((1, 65), 5)}, "65 tokens.*max_position_embeddings=64"),
+    "mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(1, 9)}, r"attention_mask.*\(1, 9\)"),
+    "mask of another batch": ({"input_ids": IDS, "attention_mask": torch.ones(2, 10)}, r"attention_mask.*\(2, 10\)"),
+    "mask by pair": ({"input_ids": IDS, "attention_mask": torch.ones(1, 10, 10)}, "by pair of tokens"),
+    "causal mask": ({"input_ids": IDS, "attention_mask": torch.ones(1, 1, 10, 10)}, "by pair of tokens"),
+    "added mask": ({"input_ids": IDS, "attention_mask": torch.zeros(1, 10) - 1e4}, "attention_mask must hold 1"),
+    "both inputs": ({"input_ids": IDS, "inputs_embeds": torch.zeros(1, 10, 32)}, "input_ids or inputs_embeds"),
+    "no input": ({}, "input_ids or inputs_embeds"),
+    "one row without batch": ({"input_ids": IDS[0]}, r"\(batch, length\)"),
+    "unknown token": ({"input_ids": IDS + 90}, "vocab_size - 1 = 98.*resize_token_embeddings"),
+    "unknown segment": ({"input_ids": IDS, "token_type_ids": torch.full_like(IDS, 2)}, "type_vocab_size - 1 = 1"),
+    "label outside": ({"input_ids": IDS, "labels": IDS + 90}, "labels must lie.*raise vocab_size"),
+    "labels of another shape": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels have shape \(1, 9\)"),
+    "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
+    "cache": ({"input_ids": IDS, "use_cache": True}, "use_cache is for decoders"),
+    "cross attention": (
+        {"input_ids": IDS, "encoder_hidden_states": torch.zeros(1, 4, 32)},
+        "encoder_hidden_states is",
+    ),
+}
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise"])
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_call_is_refused(option, name):
+    inputs, message = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        make_model(option, "ForMaskedLM")(**inputs)
+
+
+def test_misspelt_argument_is_refused():
+    with pytest.raises(TypeError, match=r"unexpected argument 'mask'.*attention_mask"):
+        make_model("linformer-layerwise")(IDS, mask=torch.ones(1, 10))
+
+
+@pytest.mark.parametrize(
+    "head, labels, message",
+    [
+        ("ForSequenceClassification", {"labels": torch.tensor([2])}, "raise num_labels"),
+        ("ForTokenClassification", {"labels": torch.full((1, 10), -1)}, "labels must lie between 0"),
+        ("ForPreTraining", {"sentence_order_label": torch.tensor([2])}, "sentence_order_label must lie"),
+    ],
+)
+def test_label_outside_is_refused(head, labels, message):
+    with pytest.raises(ValueError, match=message):
+        make_model("nystromformer-landmarks", head)(IDS, **labels)
+
+
+def test_unknown_attention_implementation_is_refused():
+    config = make_model("nystromformer-landmarks").config
+    with pytest.raises(ValueError, match=r"does not support Flash Attention|FlashAttention|flash_attention_2"):
+        NystromformerModel._from_config(config, attn_implementation="flash_attention_2")
+
+
+def test_checkpoint_of_another_family_is_refused(tmp_path):
+    bert = BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    BertModel(bert).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model_type='bert'.*nystromformer"):
+        NystromformerModel.from_pretrained(tmp_path)
+    config = make_model("nystromformer-landmarks", max_position_embeddings=510).config
+    with pytest.raises(ValueError, match=r"lacks 2 weights of the encoder.*conv\.weight"):
+        NystromformerModel.from_pretrained(tmp_path, config=config)
+
+
+def test_checkpoint_without_projection_is_refused(tmp_path):
+    make_model("linformer-layerwise").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["encoder.sequence_projection.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights.*encoder\.sequence_projection\.weight"):
+        LinformerModel.from_pretrained(tmp_path)
+
+
+def test_checkpoint_of_another_sharing_mode_is_refused(tmp_path):
+    make_model("linformer-headwise").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks .* weights.*projection"):
+        LinformerModel.from_pretrained(tmp_path, share_projection="layerwise")

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The convolution skip and its gradients against PyTorch's convolution in float64, which is another code path."""
+
+import pytest
+import torch
+
+from nystrom_models.models.attention_ops import depthwise_convolution
+
+# B, H, N, D, kernel. oneDNN's gradient for a kernel of 35 taps and more is wrong on long sequences.
+SHAPES = {
+    "one": (1, 1, 1, 1, 1),
+    "shorter-than-kernel": (2, 2, 5, 3, 33),
+    "long-35": (2, 3, 509, 8, 35),
+    "long-65": (1, 4, 512, 16, 65),
+}
+# Relative to the largest element: float32 sums of a few thousand terms; for the others one rounding of the result.
+TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_equals_float64_with_every_gradient(shape, dtype, masked):
+    batch, heads, length, dim, kernel = shape
+    value = torch.randn(batch, length, heads, dim).to(dtype).transpose(1, 2).requires_grad_()
+    weight = (torch.randn(heads, 1, kernel, 1) / kernel**0.5).to(dtype).requires_grad_()
+    mask = torch.rand(batch, length) > 0.3 if masked else None
+    incoming = torch.randn(batch, heads, length, dim).to(dtype)
+
+    exact_value, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (value, weight))
+    kept = exact_value if mask is None else exact_value * mask[:, None, :, None]
+    exact = torch.nn.functional.conv2d(kept, exact_weight, padding=(kernel // 2, 0), groups=heads)
+    expected = (exact, *torch.autograd.grad(exact, (exact_value, exact_weight), incoming.double()))
+
+    output = depthwise_convolution(value, weight, mask)
+    results = (output, *torch.autograd.grad(output, (value, weight), incoming))
+    with torch.no_grad():
+        torch.testing.assert_close(depthwise_convolution(value, weight, mask), output, rtol=0, atol=0)
+    for result, reference in zip(results, expected, strict=True):
+        assert result.dtype == dtype
+        scale = reference.abs().max().item()
+        torch.testing.assert_close(result.double(), reference, rtol=0, atol=TOLERANCES[dtype] * scale)
+
+
+def test_compiles_with_its_gradient():
+    compiled = torch.compile(depthwise_convolution, fullgraph=True, dynamic=True, backend="aot_eager")
+    weight = torch.randn(2, 1, 5, 1, requires_grad=True)
+    for length in (7, 40):
+        value = torch.randn(2, 2, length, 3, requires_grad=True)
+        results = [
+            torch.autograd.grad(function(value, weight).square().sum(), (value, weight))
+            for function in (depthwise_convolution, compiled)
+        ]
+        torch.testing.assert_close(*results)

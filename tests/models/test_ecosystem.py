@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models in the hands of a user: Auto classes, pipelines, Trainer, PEFT, sentence-transformers, graphs."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from tests.models.options import make_model, relative_error
+
+FAMILIES = ("nystromformer-landmarks", "linformer-layerwise")
+WORDS = "the a cat dog sat ran on under mat table and then slept quickly big small red blue one two three".split()
+SPECIAL = ["<pad>", "<cls>", "<sep>", "<unk>", "<mask>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {token: index for index, token in enumerate(SPECIAL + WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<cls> $A <sep>", pair="<cls> $A <sep> $B:1 <sep>:1", special_tokens=[("<cls>", 1), ("<sep>", 2)]
+    )
+    names = {"pad_token": "<pad>", "cls_token": "<cls>", "sep_token": "<sep>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<mask>", model_max_length=64, **names)
+
+
+@pytest.fixture
+def folder(request, tmp_path, tokenizer):
+    """A saved model of a family and head, with its tokenizer."""
+    option, head, fields = request.param
+    make_model(option, head, vocab_size=len(tokenizer), pad_token_id=0, **fields).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def each_family(head, **fields):
+    return pytest.mark.parametrize(
+        "folder", [(option, head, fields) for option in FAMILIES], indirect=True, ids=FAMILIES
+    )
+
+
+def sentence(length):
+    return " ".join(WORDS[index % len(WORDS)] for index in range(length))
+
+
+@each_family("ForMaskedLM")
+def test_fill_mask_at_any_length(folder):
+    fill = pipeline("fill-mask", model=str(folder))
+    assert type(fill.model).__module__.startswith("nystrom_models.")
+    for length in (1, 14, 61):
+        text = f"{sentence(length - 1)} <mask>"
+        answers = fill(text, top_k=3)
+        inputs = fill.tokenizer(text, return_tensors="pt")
+        logits = fill.model(**inputs).logits[0, length]
+        assert [answer["token"] for answer in answers] == logits.topk(3).indices.tolist()
+    # Texts of different lengths in a batch get the answers they get alone.
+    texts = [f"{sentence(length)} <mask>" for length in (3, 40, 20)]
+    alone = [fill(text)[0] for text in texts]
+    together = [answers[0] for answers in fill(texts, batch_size=3)]
+    for one, other in zip(alone, together, strict=True):
+        assert one["token"] == other["token"] and one["score"] == pytest.approx(other["score"], rel=1e-4)
+
+
+ENTAILMENT = {"entailment": 0, "neutral": 1, "contradiction": 2}
+
+
+@each_family("ForSequenceClassification", label2id=ENTAILMENT, id2label={id: name for name, id in ENTAILMENT.items()})
+def test_text_classification_pipelines(folder):
+    classify = pipeline("text-classification", model=str(folder), top_k=None)
+    assert sum(answer["score"] for answer in classify(sentence(40))[0]) == pytest.approx(1)
+    zero_shot = pipeline("zero-shot-classification", model=str(folder))
+    answer = zero_shot(sentence(20), candidate_labels=["cat", "dog"], hypothesis_template="the {}")
+    assert sorted(answer["labels"]) == ["cat", "dog"] and sum(answer["scores"]) == pytest.approx(1)
+
+
+@each_family("ForTokenClassification", num_labels=3)
+def test_token_classification_pipeline(folder):
+    entities = pipeline("token-classification", model=str(folder), ignore_labels=[])(sentence(30))
+    assert [entity["word"] for entity in entities] == sentence(30).split()
+
+
+@each_family("Model")
+def test_feature_extraction_pipeline(folder):
+    features = pipeline("feature-extraction", model=str(folder), return_tensors=True)(sentence(30))
+    assert features.shape == (1, 32, 32)
+    assert len(AutoTokenizer.from_pretrained(folder)(sentence(30)).input_ids) == 32
+    assert type(AutoModel.from_pretrained(folder)).__module__.startswith("nystrom_models.")
+
+
+@each_family("ForSequenceClassification", num_labels=2)
+def test_trainer_learns_saves_and_reloads(folder, tokenizer, tmp_path):
+    """Whether a sentence holds "cat", learned by Trainer with accumulation, and the same answers after a reload."""
+    torch.manual_seed(0)
+    texts = [" ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (12,))) for _ in range(256)]
+    data = [{**tokenizer(text), "labels": int("cat" in text.split())} for text in texts]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=2,
+        max_steps=60,
+        learning_rate=3e-3,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+    before = trainer.evaluate(data)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(data)["eval_loss"] < 0.6 * before
+    trainer.save_model(str(tmp_path / "trained"))
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "trained").eval()
+    inputs = tokenizer(texts[:4], return_tensors="pt", padding=True)
+    assert relative_error(again(**inputs).logits, model.eval()(**inputs).logits) < 1e-6
+
+
+@each_family("ForMaskedLM")
+def test_lora(folder, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = AutoModelForMaskedLM.from_pretrained(folder)
+    ids = torch.randint(5, 25, (2, 30))
+    plain = base.eval()(ids).logits
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query", "value"]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=10)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    tuned = model.eval()(input_ids=ids).logits
+    assert not torch.allclose(tuned, plain)
+    model.save_pretrained(tmp_path / "lora")
+    again = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(folder), tmp_path / "lora").eval()
+    assert relative_error(again(input_ids=ids).logits, tuned) < 1e-6
+
+
+@each_family("Model")
+def test_sentence_transformers(folder, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    encoder = Transformer(str(folder), max_seq_length=64)
+    model = SentenceTransformer(modules=[encoder, Pooling(32)], device="cpu")
+    texts = [sentence(3), sentence(50), sentence(20)]
+    together = model.encode(texts, convert_to_tensor=True)
+    alone = torch.stack([model.encode(text, convert_to_tensor=True) for text in texts])
+    assert relative_error(together, alone) < 1e-5
+    model.save(str(tmp_path / "sentences"))
+    again = SentenceTransformer(str(tmp_path / "sentences"), device="cpu")
+    assert relative_error(again.encode(texts, convert_to_tensor=True), together) < 1e-6
+
+
+@pytest.mark.parametrize("option", FAMILIES)
+def test_resized_and_tied_embeddings(option, tmp_path):
+    model = make_model(option, "ForMaskedLM")
+    model.resize_token_embeddings(120)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model(torch.full((1, 5), 119), labels=torch.full((1, 5), 119)).logits.shape == (1, 5, 120)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
+    ids = torch.randint(3, 120, (1, 20))
+    assert relative_error(again(ids).logits, model(ids).logits) < 1e-6
+
+
+@pytest.mark.parametrize("option", FAMILIES)
+@torch.no_grad()
+def test_inputs_positions_and_chunks(option):
+    model = make_model(option)
+    ids = torch.randint(3, 99, (2, 30))
+    plain = model(ids).last_hidden_state
+    embeds = model.get_input_embeddings()(ids)
+    assert relative_error(model(inputs_embeds=embeds).last_hidden_state, plain) < 1e-6
+    positions = torch.arange(2, 32).expand(2, 30)
+    assert relative_error(model(ids, position_ids=positions).last_hidden_state, plain) < 1e-6
+    assert not torch.allclose(model(ids, position_ids=positions.flip(1)).last_hidden_state, plain)
+    assert relative_error(model(ids, token_type_ids=torch.zeros_like(ids)).last_hidden_state, plain) < 1e-6
+    assert not torch.allclose(model(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state, plain)
+    states = model(ids, output_hidden_states=True).hidden_states
+    assert len(states) == 3 and torch.equal(states[-1], plain)
+    assert relative_error(model(ids, return_dict=False)[0], plain) < 1e-6
+    chunked = make_model(option, chunk_size_feed_forward=10)
+    chunked.load_state_dict(model.state_dict())
+    torch.testing.assert_close(chunked(ids).last_hidden_state, plain)
+
+
+GRAPH_OPTIONS = ("nystromformer-landmarks", "linformer-layerwise", "linformer-max_pool", "linformer-conv_none")
+
+
+def shallow(option):
+    """One layer and two steps of the pseudo-inverse show all there is: tracing takes seconds for each."""
+    fields = {"pinv_iterations": 2} if option.startswith("nystromformer") else {}
+    return make_model(option, "ForMaskedLM", num_hidden_layers=1, **fields)
+
+
+@pytest.mark.parametrize("option", GRAPH_OPTIONS)
+def test_compile_without_graph_breaks(option):
+    """Forward and backward in one graph, at lengths on both sides of the landmarks, padded or not."""
+    model = shallow(option)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (20, 9):
+        ids = torch.randint(3, 99, (2, length))
+        mask = torch.ones_like(ids)
+        mask[0, : length // 2] = 0
+        for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask, "labels": ids}):
+            expected = model(**inputs)
+            actual = compiled(**inputs)
+            assert relative_error(actual.logits, expected.logits) < 1e-5
+    actual.loss.backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("option", GRAPH_OPTIONS)
+@torch.no_grad()
+def test_export_with_dynamic_batch_and_length(option):
+    model = shallow(option)
+    ids, mask = torch.randint(3, 99, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    shape = {0: torch.export.Dim("batch", min=1, max=512), 1: torch.export.Dim("length", min=1, max=64)}
+    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+        exported = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, shape)).module()
+        for batch, length in ((1, 1), (3, 5), (2, 16), (4, 33), (1, 64)):
+            new = {"input_ids": torch.randint(3, 99, (batch, length))}
+            if "attention_mask" in inputs:
+                new["attention_mask"] = torch.ones_like(new["input_ids"])
+                new["attention_mask"][0, : length // 3] = 0
+            assert relative_error(exported(**new).logits, model(**new).logits) < 1e-5

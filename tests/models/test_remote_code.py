@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A saved checkpoint carries its code: it runs where the package is not installed, with trust_remote_code=True."""
+
+import json
+import os
+import subprocess
+
+import torch
+from transformers import AutoModel
+
+import nystrom_models
+from tests.models.options import make_model, relative_error
+
+LOAD = """
+import importlib.util, json, sys
+import torch, transformers
+assert importlib.util.find_spec("nystrom_models") is None, "the package must not be installed here"
+results = {}
+for folder, auto in json.loads(sys.argv[1]):
+    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    inputs = torch.load(folder + "/inputs.pt")
+    with torch.no_grad():
+        torch.save(model(**inputs)[0], folder + "/" + auto + ".pt")
+    model.save_pretrained(folder + "/again")
+"""
+
+
+def run(python, script, argument, home):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [python, "-c", script, argument], env=environment, cwd=home, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_same_logits_without_the_package(clean_python, tmp_path):
+    saved = {
+        "nystromformer-landmarks": ("ForMaskedLM", "AutoModelForMaskedLM"),
+        "linformer-none": ("ForPreTraining", "AutoModelForPreTraining"),
+        "nystromformer-softmax": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+        "linformer-max_pool": ("Model", "AutoModel"),
+    }
+    inputs = {"input_ids": torch.randint(3, 99, (2, 40)), "attention_mask": torch.ones(2, 40, dtype=torch.long)}
+    inputs["attention_mask"][0, :7] = 0
+    expected = {}
+    for option, (head, _) in saved.items():
+        model = make_model(option, head)
+        model.save_pretrained(tmp_path / option)
+        torch.save(inputs, tmp_path / option / "inputs.pt")
+        with torch.no_grad():
+            expected[option] = model(**inputs)[0]
+    jobs = [(str(tmp_path / option), auto) for option, (_, auto) in saved.items()]
+    # A checkpoint of one head loads as another, as it does where the package is.
+    jobs.append((str(tmp_path / "linformer-none"), "AutoModelForTokenClassification"))
+    result = run(clean_python, LOAD, json.dumps(jobs), tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for option, (_, auto) in saved.items():
+        assert relative_error(torch.load(tmp_path / option / f"{auto}.pt"), expected[option]) < 1e-6, option
+    # Saved again there, the code is still with it.
+    again = {path.name for path in (tmp_path / "linformer-max_pool" / "again").iterdir()}
+    assert {"modeling_linformer.py", "encoder.py", "attention_linformer.py", "config.json"} <= again
+
+
+def test_the_installed_package_is_preferred(tmp_path):
+    make_model("linformer-layerwise").save_pretrained(tmp_path)
+    loaded = nystrom_models.LinformerModel.from_pretrained(tmp_path)
+    for trust in (None, False, True):
+        assert type(AutoModel.from_pretrained(tmp_path, trust_remote_code=trust)) is type(loaded)
+
+
+def test_the_code_travels_whole_and_alone(tmp_path):
+    """The files beside a checkpoint are those its own code imports; none reaches outside the folder."""
+    for option, own in (("nystromformer-landmarks", "nystrom"), ("linformer-layerwise", "linformer")):
+        make_model(option, "ForMaskedLM").save_pretrained(tmp_path / option)
+        names = {path.stem for path in (tmp_path / option).glob("*.py")}
+        assert {"encoder", "attention_ops", "configuration_encoder", f"attention_{own}"} <= names
+        for path in (tmp_path / option).glob("*.py"):
+            text = path.read_text()
+            assert "nystrom_models" not in "".join(
+                line for line in text.splitlines() if line.startswith(("import ", "from "))
+            ), path

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say holds: the README's Python runs, and names and tables are those of the code."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import nystrom_models
+from benchmarks import capabilities
+from nystrom_models.data import train_tokenizer
+from nystrom_models.models.configuration_encoder import EncoderConfig
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+SENTENCES = (
+    "Return a list of the names of all columns. Raise an error if the file does not exist. Open the file. Read every "
+    "line. Close the file at the end."
+)
+
+
+def python_blocks():
+    for match in re.finditer(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
+        line = README.count("\n", 0, match.start()) + 1
+        heading = re.findall(r"^#+ (.*)$", README[: match.start()], re.MULTILINE)[-1]
+        yield pytest.param(match[1], line, id=re.sub(r"\W+", "_", heading))
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """A folder in which the quickstart was run, but for the size and the training of its models."""
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    tokenizer = train_tokenizer([SENTENCES] * 4, vocab_size=200, model_max_length=128, show_progress=False)
+    for family in ("Nystromformer", "Linformer"):
+        config = getattr(nystrom_models, family + "Config")(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=128,
+            **({"num_landmarks": 16} if family == "Nystromformer" else {"projected_dim": 16}),
+        )
+        checkpoint = folder / "outputs" / "quickstart" / family.lower() / "pretrained"
+        getattr(nystrom_models, family + "ForPreTraining")(config).save_pretrained(checkpoint)
+        tokenizer.save_pretrained(checkpoint)
+    return folder
+
+
+@pytest.mark.parametrize(("code", "line"), list(python_blocks()))
+def test_python_in_the_readme_runs(code, line, quickstart, monkeypatch):
+    monkeypatch.chdir(quickstart)
+    # The default back end needs a C++ compiler, which not every machine has.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    # Padded to its place, so that a traceback names the line of the README.
+    exec(compile("\n" * line + code, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_names_both_commands():
+    for command in ("make quickstart", "make test"):
+        assert f"    {command}\n" in README
+
+
+def table_rows(first_cell):
+    """The rows of a Markdown table, as lists of cells, by the first cell of its head."""
+    lines = README.splitlines()
+    rows = []
+    for start, line in enumerate(lines):
+        if re.match(rf"\| *{re.escape(first_cell)} *\|", line):
+            for row in lines[start + 2 :]:
+                if not row.startswith("|"):
+                    break
+                rows.append([cell.strip() for cell in row.strip("|").split("|")])
+    return rows
+
+
+FAMILIES = {"Nystromformer": nystrom_models.NystromformerConfig, "Linformer": nystrom_models.LinformerConfig}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_option_tables_hold_every_field_and_its_default(family):
+    described = {}
+    for names, defaults, _ in table_rows("field"):
+        names = re.findall(r"`(\w+)`", names)
+        if len(names) == 1:
+            # One default, or that of Nyströmformer and then ", Linformer " and its own.
+            defaults = defaults.split(", Linformer ")[-1 if family == "Linformer" else 0]
+        described |= dict(zip(names, defaults.split(", "), strict=True))
+    config = FAMILIES[family]()
+    fields = EncoderConfig.__annotations__.keys() | FAMILIES[family].__annotations__.keys()
+    for name in fields - {"is_decoder", "add_cross_attention", "model_type"}:  # fixed, for an encoder
+        assert ast.literal_eval(described[name].strip("`")) == getattr(config, name), name
+    known = set().union(*(config_class().to_dict() for config_class in FAMILIES.values()))
+    assert described.keys() <= known
+
+
+def test_the_table_of_capabilities_is_that_of_the_command():
+    rows = table_rows("")
+    assert [row[0] for row in rows] == list(capabilities.CHECKS)
+    head = next(line for line in README.splitlines() if capabilities.OurNystromformer.title in line)
+    titles = [cell.strip() for cell in head.strip("|").split("|")][1:]
+    assert titles == [contender.title for contender in capabilities.CONTENDERS]
+    # Ours are measured anew by tests/benchmarks/test_capabilities.py.
+    for row in rows:
+        assert set(row[1:3]) <= {"yes", "–"}, row[0]
+
+
+def test_contributing_names_every_source_file_and_folder():
+    sources = [path for folder in ("src", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 20
+    missing = {path.name for path in sources if not re.search(rf"(?<![\w.]){re.escape(path.name)}", CONTRIBUTING)}
+    files = [
+        path
+        for folder in ("src", "examples", "benchmarks", "configs", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and not re.search(r"__pycache__|\.egg-info", str(path.relative_to(ROOT)))
+    ]
+    missing |= {f"{path.parent.name}/" for path in files if f"{path.parent.name}/" not in CONTRIBUTING}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
+def test_links_between_the_documents_lead_somewhere(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif not target.startswith("https://"):
+            assert ((ROOT / name).parent / target).exists(), target

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForPreTraining, AutoTokenizer, DataCollatorWithPadding
+
+from nystrom_models.data import (
+    PretrainingCollator,
+    classification_dataset,
+    eval_dataloader,
+    train_dataloader,
+)
+from nystrom_models.training import (
+    ClassificationObjective,
+    OptimizationArguments,
+    PretrainingObjective,
+    create_accelerator,
+    create_optimizer,
+    create_scheduler,
+    evaluate,
+    save_pretrained,
+    train,
+)
+from tests.training import two_processes
+from tests.training.models import FAMILIES, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+# In float64, save that the pseudo-inverse is computed in float32 by design.
+TOLERANCES = {"nystromformer": 1e-5, "linformer": 1e-7}
+
+
+def pretrain(model, examples, tokenizer, micro_batch=8, accumulation=1, steps=4, learning_rate=1e-3, objective=None):
+    args = OptimizationArguments(
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=learning_rate,
+        max_train_steps=steps,
+    )
+    loader = train_dataloader(examples, PretrainingCollator(tokenizer), micro_batch, micro_batch * accumulation)
+    accelerator = create_accelerator(accumulation, cpu=True)
+    return train(accelerator, model, objective or PretrainingObjective(), loader, args, logging_steps=1)
+
+
+def assert_equal_runs(family, history, other_history, weights, other_weights):
+    """Two runs took the same steps."""
+    tolerance = TOLERANCES[family]
+    for a, b in zip(history, other_history, strict=True):
+        assert a == pytest.approx(b | {"tokens_per_second": a["tokens_per_second"]}, rel=tolerance, nan_ok=True)
+    assert weights.keys() == other_weights.keys()
+    for name in weights:
+        torch.testing.assert_close(other_weights[name], weights[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pretraining_learns(family, examples, tokenizer):
+    model = tiny_model(family, tokenizer)
+    state = pretrain(model, examples, tokenizer, micro_batch=16, steps=200, learning_rate=1e-2)
+    first, last = state.history[0], state.history[-1]
+    assert last["mlm_loss"] < 0.5 * first["mlm_loss"]
+    loader = eval_dataloader(examples, PretrainingCollator(tokenizer, seed=1), 32)
+    scores = evaluate(create_accelerator(cpu=True), model, PretrainingObjective(), loader)
+    assert scores["mlm_accuracy"] > 0.7 and scores["sop_accuracy"] > 0.8
+    assert state.tokens_per_second > 0 and state.num_tokens > 200 * 16 * 15
+
+
+def test_sparse_logits_give_the_same_losses_and_scores(examples, tokenizer):
+    models = [tiny_model("nystromformer", tokenizer, sparse_prediction=sparse) for sparse in (False, True)]
+    histories = [pretrain(model, examples, tokenizer).history for model in models]
+    for full, sparse in zip(*histories, strict=True):
+        assert full == pytest.approx(sparse | {"tokens_per_second": full["tokens_per_second"]}, rel=1e-4, nan_ok=True)
+
+
+def test_classification_learns(texts, tokenizer):
+    rows = Dataset.from_dict({"text": texts, "label": [i % 4 for i in range(len(texts))]})
+    encoded = classification_dataset(rows, tokenizer, 40)
+    pad = DataCollatorWithPadding(tokenizer)
+
+    def collate(batch):
+        return pad([{name: row[name] for name in ("input_ids", "attention_mask", "labels")} for row in batch])
+
+    model = tiny_model("nystromformer", tokenizer, "classification", num_labels=4)
+    args = OptimizationArguments(learning_rate=3e-3, max_train_steps=240)
+    accelerator = create_accelerator(cpu=True)
+    train(accelerator, model, ClassificationObjective(), train_dataloader(encoded, collate, 16), args)
+    scores = evaluate(accelerator, model, ClassificationObjective(), eval_dataloader(encoded, collate, 64))
+    assert scores["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_equal_one_batch(family, examples, tokenizer):
+    """Though they differ in their numbers of masked tokens and of pairs, and steps go on in a second epoch."""
+    few = examples.select(range(48))
+    (whole, weights), (divided, divided_weights) = (
+        (pretrain(model, few, tokenizer, micro_batch, accumulation, steps=5).history, model.state_dict())
+        for micro_batch, accumulation in ((16, 1), (4, 4))
+        for model in [tiny_model(family, tokenizer).double()]
+    )
+    assert_equal_runs(family, whole, divided, weights, divided_weights)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights(examples, tokenizer):
+    class Breaks(PretrainingObjective):
+        calls = 0
+
+        def losses(self, outputs):
+            self.calls += 1
+            losses = super().losses(outputs)
+            return {name: loss * (float("nan") if self.calls == 5 else 1.0) for name, loss in losses.items()}
+
+    model = tiny_model("nystromformer", tokenizer)
+    # Two micro-batches a step: the fifth call is in step 3.
+    with pytest.raises(
+        FloatingPointError, match=r"step 3 is not finite \(epoch 1, batches 5 to 6\).*after step 2.*--learning_rate"
+    ):
+        pretrain(model, examples, tokenizer, 4, 2, steps=10, objective=Breaks())
+    assert all(torch.isfinite(weight).all() for weight in model.parameters())
+
+
+def test_evaluation_counts_every_row_once(examples, tokenizer):
+    rows = examples.select(range(23))
+    model = tiny_model("nystromformer", tokenizer)
+    collator = PretrainingCollator(tokenizer)
+    scores = evaluate(
+        create_accelerator(cpu=True), model.train(), PretrainingObjective(), eval_dataloader(rows, collator, 7)
+    )
+    assert model.training
+    model.eval()
+    correct = number = loss = sop_correct = sop_number = 0
+    for row in rows:
+        batch = collator([row])
+        with torch.no_grad():
+            outputs = model(**batch)
+        for logits, label in zip(outputs.prediction_logits[0], batch["labels"][0], strict=True):
+            if label != -100:
+                number += 1
+                correct += int(logits.argmax() == label)
+                loss += float(F.cross_entropy(logits, label))
+        if row["sentence_order_label"] != -100:
+            sop_number += 1
+            sop_correct += int(outputs.sop_logits.argmax() == row["sentence_order_label"])
+    assert scores["mlm_accuracy"] == pytest.approx(correct / number)
+    assert scores["mlm_loss"] == pytest.approx(loss / number, rel=1e-5)
+    assert scores["sop_accuracy"] == pytest.approx(sop_correct / sop_number)
+
+
+def test_two_processes_follow_one(texts, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    one = two_processes.run(tmp_path)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run([*launch, two_processes.__file__, str(tmp_path)], check=True, env=environment, timeout=240)
+    for rank in (0, 1):
+        two = json.loads((tmp_path / f"result{rank}.json").read_text())
+        for family in FAMILIES:
+            assert two[family]["num_tokens"] == one[family]["num_tokens"]
+            assert two[family]["scores"] == pytest.approx(one[family]["scores"], rel=TOLERANCES[family])
+            weights = [load_file(tmp_path / f"{family}{n}" / "model.safetensors") for n in (1, 2)]
+            assert_equal_runs(family, one[family]["history"], two[family]["history"], *weights)
+
+
+def test_seeded_runs_are_equal(examples, tokenizer):
+    runs = [pretrain(tiny_model("linformer", tokenizer), examples, tokenizer) for _ in range(2)]
+    losses = [[row["mlm_loss"] for row in run.history] for run in runs]
+    assert losses[0] == losses[1]
+
+
+def test_saved_model_and_tokenizer_are_loaded(examples, tokenizer, tmp_path):
+    accelerator = create_accelerator(cpu=True)
+    model = tiny_model("linformer", tokenizer)
+    save_pretrained(accelerator, accelerator.prepare(model), tokenizer, tmp_path)
+    loaded = AutoModelForPreTraining.from_pretrained(tmp_path)
+    batch = PretrainingCollator(AutoTokenizer.from_pretrained(tmp_path))([examples[0]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).loss, model.eval()(**batch).loss)
+
+
+def test_optimizer_and_schedule(tokenizer):
+    args = OptimizationArguments(learning_rate=1.0, weight_decay=0.1, warmup_ratio=0.2)
+    model = tiny_model("nystromformer", tokenizer)
+    optimizer = create_optimizer(model, args)
+    decayed, others = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
+    undecayed = {name for name, p in model.named_parameters() if any(p is other for other in others["params"])}
+    assert {name for name, _ in model.named_parameters() if "bias" in name or "LayerNorm" in name} == undecayed
+    scheduler = create_scheduler(optimizer, args, num_training_steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125])
+
+
+def test_mismatched_accumulation_is_refused(examples, tokenizer):
+    args = OptimizationArguments(gradient_accumulation_steps=2, max_train_steps=1)
+    loader = train_dataloader(examples, PretrainingCollator(tokenizer), 4)
+    with pytest.raises(ValueError, match=r"make it with create_accelerator\(2\)"):
+        train(create_accelerator(cpu=True), tiny_model("linformer", tokenizer), PretrainingObjective(), loader, args)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"learning_rate": 0.0}, "--learning_rate"),
+        ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps"),
+        ({"max_train_steps": 0}, "--max_train_steps"),
+        ({"warmup_ratio": 2.0}, "--warmup_ratio"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_arguments_name_the_flag(options, flag):
+    with pytest.raises(ValueError, match=flag):
+        OptimizationArguments(**options)
