@@ -38,9 +38,9 @@ from transformers import (
 from nystrom_models import LinformerConfig, NystromformerConfig
 from nystrom_models.data import (
     PretrainingCollator,
+    TextBatches,
     classification_dataset,
     eval_dataloader,
-    iter_texts,
     load_docstrings,
     pretraining_dataset,
     train_dataloader,
@@ -257,7 +257,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         f"{len(docstrings['train']):,} docstrings of {len(sizes)} packages to train on, "
         f"{len(docstrings['validation']):,} from other source files held out"
     )
-    tokenizer = train_tokenizer(iter_texts(docstrings["train"]), arguments.vocab_size, arguments.max_length)
+    tokenizer = train_tokenizer(TextBatches(docstrings["train"]), arguments.vocab_size, arguments.max_length)
     examples = DatasetDict(
         {
             split: pretraining_dataset(

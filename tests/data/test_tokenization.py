@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import random
+
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from nystrom_models import LinformerConfig, NystromformerConfig
-from nystrom_models.data import train_tokenizer
+from nystrom_models.data import TextBatches, train_tokenizer
 
 
 def test_pairs_and_special_tokens(tokenizer):
@@ -40,3 +43,30 @@ def test_nothing_to_train_from():
         train_tokenizer([""], vocab_size=100, show_progress=False)
     with pytest.raises(ValueError, match="vocab_size must be above 5"):
         train_tokenizer(["text"], vocab_size=5)
+
+
+def test_the_same_texts_give_the_same_vocabulary():
+    """With many ties between merges, and with characters that stand at the beginning of words alone."""
+    words = ["".join(random.Random(i).choices("abcdefghijklé中", k=5)) for i in range(60)]
+    texts = [f"({' '.join(words)})", "Żółw x"]
+    vocabularies = [
+        list(train_tokenizer(given, 80, min_frequency=1, show_progress=False).get_vocab().items())
+        for given in (texts, texts, iter(texts), [texts])
+    ]
+    first = sorted(vocabularies[0], key=lambda item: item[1])
+    for vocabulary in vocabularies[1:]:
+        assert sorted(vocabulary, key=lambda item: item[1]) == first
+    assert [i for _, i in first] == list(range(len(first)))
+    assert {"(", "##a", "x"} <= {token for token, _ in first} and "##(" not in dict(first)
+
+
+def test_characters_beyond_the_alphabet_leave_no_holes():
+    letters = [chr(0x4E00 + i) for i in range(1500)] + [chr(0xAC00 + i) + "a" for i in range(1500)]
+    tokenizer = train_tokenizer([" ".join(letters)] * 2, 4000, show_progress=False, lowercase=False)
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+    assert tokenizer.all_special_tokens and not any(token.startswith("##") for token in tokenizer.all_special_tokens)
+
+
+def test_batches_of_a_column_can_be_read_twice():
+    batches = TextBatches(Dataset.from_dict({"body": ["a", "b", "c"], "other": [1, 2, 3]}), "body", batch_size=2)
+    assert list(batches) == list(batches) == [["a", "b"], ["c"]]

@@ -34,8 +34,8 @@ from tests.training.models import FAMILIES, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
-# In float64, save that the pseudo-inverse is computed in float32 by design.
-TOLERANCES = {"nystromformer": 1e-5, "linformer": 1e-7}
+# Of float64 models; Adam makes more of a difference where a gradient is nearly zero.
+TOLERANCE = 1e-9
 
 
 def pretrain(model, examples, tokenizer, micro_batch=8, accumulation=1, steps=4, learning_rate=1e-3, objective=None):
@@ -50,14 +50,13 @@ def pretrain(model, examples, tokenizer, micro_batch=8, accumulation=1, steps=4,
     return train(accelerator, model, objective or PretrainingObjective(), loader, args, logging_steps=1)
 
 
-def assert_equal_runs(family, history, other_history, weights, other_weights):
+def assert_equal_runs(history, other_history, weights, other_weights):
     """Two runs took the same steps."""
-    tolerance = TOLERANCES[family]
     for a, b in zip(history, other_history, strict=True):
-        assert a == pytest.approx(b | {"tokens_per_second": a["tokens_per_second"]}, rel=tolerance, nan_ok=True)
+        assert a == pytest.approx(b | {"tokens_per_second": a["tokens_per_second"]}, rel=TOLERANCE, nan_ok=True)
     assert weights.keys() == other_weights.keys()
     for name in weights:
-        torch.testing.assert_close(other_weights[name], weights[name], rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(other_weights[name], weights[name], rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,7 +103,7 @@ def test_micro_batches_equal_one_batch(family, examples, tokenizer):
         for micro_batch, accumulation in ((16, 1), (4, 4))
         for model in [tiny_model(family, tokenizer).double()]
     )
-    assert_equal_runs(family, whole, divided, weights, divided_weights)
+    assert_equal_runs(whole, divided, weights, divided_weights)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights(examples, tokenizer):
@@ -163,9 +162,9 @@ def test_two_processes_follow_one(texts, tokenizer, tmp_path):
         two = json.loads((tmp_path / f"result{rank}.json").read_text())
         for family in FAMILIES:
             assert two[family]["num_tokens"] == one[family]["num_tokens"]
-            assert two[family]["scores"] == pytest.approx(one[family]["scores"], rel=TOLERANCES[family])
+            assert two[family]["scores"] == pytest.approx(one[family]["scores"], rel=1e-6)
             weights = [load_file(tmp_path / f"{family}{n}" / "model.safetensors") for n in (1, 2)]
-            assert_equal_runs(family, one[family]["history"], two[family]["history"], *weights)
+            assert_equal_runs(one[family]["history"], two[family]["history"], *weights)
 
 
 def test_seeded_runs_are_equal(examples, tokenizer):

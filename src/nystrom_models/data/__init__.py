@@ -7,16 +7,16 @@ from .files import load_files
 from .glue import GLUE_TASKS, load_glue
 from .loading import eval_dataloader, train_dataloader
 from .pretraining import PretrainingCollator, pretraining_dataset
-from .tokenization import iter_texts, train_tokenizer
+from .tokenization import TextBatches, train_tokenizer
 
 __all__ = [
     "GLUE_TASKS",
     "ClassificationCollator",
     "PretrainingCollator",
+    "TextBatches",
     "TextTask",
     "classification_dataset",
     "eval_dataloader",
-    "iter_texts",
     "load_docstrings",
     "load_files",
     "load_glue",

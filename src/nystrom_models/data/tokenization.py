@@ -2,8 +2,9 @@
 """Training of the tokenizer that a model of this package is pretrained with."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -11,10 +12,30 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL_TOKENS = ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
 
 
-def iter_texts(dataset: Dataset, column: str = "text", batch_size: int = 1000) -> Iterator[list[str]]:
-    """Batches of one text column, as [`train_tokenizer`] takes them."""
-    for batch in dataset.select_columns(column).iter(batch_size):
-        yield batch[column]
+class TextBatches:
+    """Batches of one text column, which may be iterated over more than once, as [`train_tokenizer`] does."""
+
+    def __init__(self, dataset: Dataset | IterableDataset, column: str = "text", batch_size: int = 1000):
+        self.dataset = dataset.select_columns(column)
+        self.column = column
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[str]]:
+        for batch in self.dataset.iter(self.batch_size):
+            yield list(batch[self.column])
+
+
+def _continuations(texts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
+    """`##c` for every character c of the texts that does not begin a word of its own, in a fixed order."""
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    pieces: set[str] = set()
+    for character in characters:
+        word = tokenizer.normalizer.normalize_str(f"a{character}a")
+        if len(tokenizer.pre_tokenizer.pre_tokenize_str(word)) == 1:
+            pieces.update(word)
+    return [f"##{piece}" for piece in sorted(pieces)]
 
 
 def train_tokenizer(
@@ -28,9 +49,10 @@ def train_tokenizer(
     """Trains a WordPiece tokenizer in the manner of BERT.
 
     Sequences come out as `[CLS] A [SEP]` with token type 0, pairs as `[CLS] A [SEP] B [SEP]` with token types 0 and 1.
+    The same texts give the same vocabulary.
 
     Args:
-        texts: strings or lists of strings.
+        texts: strings or lists of strings, gone through twice; an iterator is first read into memory.
         vocab_size: upper bound of the vocabulary, special tokens included.
         model_max_length: the longest sequence, special tokens included, that the model takes; it is saved along.
         lowercase: whether case and accents are dropped.
@@ -49,15 +71,35 @@ def train_tokenizer(
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
+    if iter(texts) is texts:
+        texts = list(texts)  # type: ignore[assignment]
+    # The trainer would number these in the order of a hash map, another in every process, and break ties between
+    # merges by their numbers: two runs would give two vocabularies.
+    continuations = _continuations(
+        chain.from_iterable([item] if isinstance(item, str) else item for item in texts), tokenizer
+    )
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *continuations],
         show_progress=show_progress,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() <= len(SPECIAL_TOKENS):
+    trained = tokenizer.get_vocab()
+    # The trainer keeps the most frequent characters alone.
+    unused = {piece for piece in continuations if piece[2:] not in trained}
+    tokens = [token for token in sorted(trained, key=trained.__getitem__) if token not in unused]
+    if len(tokens) <= len(SPECIAL_TOKENS):
         raise ValueError("texts holds no text to train a tokenizer from: check the data set and its text column.")
+    # A new model, for the tokenizer that was trained takes the continuations for special tokens.
+    fresh = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    fresh.normalizer, fresh.pre_tokenizer, fresh.decoder = (
+        tokenizer.normalizer,
+        tokenizer.pre_tokenizer,
+        tokenizer.decoder,
+    )
+    tokenizer = fresh
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",

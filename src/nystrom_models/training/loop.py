@@ -192,7 +192,13 @@ def train(
                         name: torch.where(counts[name] > 0, loss, 0.0)
                         for name, loss in objective.losses(outputs).items()
                     }
-                    loss = sum(losses[name] * (counts[name] / total_targets[name].clamp(min=1)) for name in losses)
+                    # In float32 at least, and in float64 where the model is.
+                    shares = {
+                        name: counts[name].to(torch.promote_types(loss.dtype, torch.float32))
+                        / total_targets[name].clamp(min=1)
+                        for name, loss in losses.items()
+                    }
+                    loss = sum(losses[name] * shares[name] for name in losses)
                     # Accelerate divides by the number of micro-batches, and the mean over processes by theirs.
                     accelerator.backward(loss * (accumulation * accelerator.num_processes))
                     with torch.no_grad():
