@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT and RoBERTa checkpoints turned into models of this package, against the checkpoints themselves."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertTokenizer,
+    RobertaConfig,
+    RobertaTokenizer,
+)
+
+from nystrom_models import LinformerConfig, NystromformerConfig, NystromformerForPreTraining
+from nystrom_models.conversion import convert, convert_checkpoint, converted_config
+from tests.models.options import TINY, relative_error
+
+LENGTH = 40  # the longest sequence of the sources
+EXACT = {"num_landmarks": None, "conv_kernel_size": None}
+FIELDS = {
+    "Bert": {"max_position_embeddings": LENGTH},
+    "Roberta": {"max_position_embeddings": LENGTH + 2, "type_vocab_size": 1},
+}
+FIELDS |= {"XLMRoberta": FIELDS["Roberta"], "Camembert": FIELDS["Roberta"]}
+
+
+def save_source(folder, family, head, **fields):
+    """A source with weights three times as large as usual, so that attention and biases matter; saved."""
+    config = getattr(transformers, family + "Config")(**TINY | FIELDS[family] | fields)
+    model = getattr(transformers, family + head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def ragged_batch(side):
+    """Two rows of 37 and 23 tokens of type 0, padded with a token of id 1 that no row holds; and the mask."""
+    ids, mask = torch.randint(3, 99, (2, 37)), torch.ones(2, 37, dtype=torch.long)
+    padding = slice(23, None) if side == "right" else slice(None, 14)
+    ids[1, padding], mask[1, padding] = 1, 0
+    return ids, mask
+
+
+def edit_weights(folder, change):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("Bert", "ForPreTraining"),
+        ("Bert", "Model"),
+        ("Roberta", "ForMaskedLM"),
+        ("Roberta", "Model"),
+        ("XLMRoberta", "ForMaskedLM"),
+        ("Camembert", "ForMaskedLM"),
+    ],
+)
+@torch.no_grad()
+def test_with_exact_attention_it_is_the_source(family, head, side, tmp_path):
+    source = save_source(tmp_path, family, head)
+    # Longer than the source, so that nothing depends on the sizes being the same.
+    config = converted_config(tmp_path, max_position_embeddings=100, **EXACT)
+    model = convert(tmp_path, config)
+    assert type(model) is NystromformerForPreTraining and not model.training
+    ids, mask = ragged_batch(side)
+    options = {"output_hidden_states": True}
+    if family == "Bert":
+        # It would count padding on the left as tokens, and the row were another one than without padding.
+        options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    expected = source(ids, attention_mask=mask, **options)
+    actual = model.base_model(ids, attention_mask=mask, output_hidden_states=True)
+    for ours, theirs in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        assert relative_error(ours[mask.bool()], theirs[mask.bool()]) < 1e-5
+    if head == "Model":
+        # Theirs takes the first token even if it is padding.
+        rows = slice(None) if side == "right" else slice(1)
+        assert relative_error(actual.pooler_output[rows], expected.pooler_output[rows]) < 1e-5
+    else:
+        logits = expected["prediction_logits" if head == "ForPreTraining" else "logits"]
+        actual = model(ids, attention_mask=mask).prediction_logits
+        assert relative_error(actual[mask.bool()], logits[mask.bool()]) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "head"), [("Bert", "ForPreTraining"), ("Roberta", "ForMaskedLM")])
+def test_up_to_its_landmarks_it_is_the_source_and_then_learns(family, head, tmp_path):
+    source = save_source(tmp_path, family, head)
+    model = convert(tmp_path, converted_config(tmp_path, num_landmarks=16, conv_kernel_size=5))
+    ids = torch.randint(3, 99, (2, LENGTH))
+    with torch.no_grad():
+        for length, same in ((16, True), (LENGTH, False)):
+            error = relative_error(model(ids[:, :length]).prediction_logits, source(ids[:, :length])[0])
+            assert (error < 1e-5) == same
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = model(ids, labels=ids, sentence_order_label=torch.tensor([0, 1])).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters() if parameter.requires_grad)
+        optimizer.step()
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@torch.no_grad()
+def test_positions_are_repeated_or_cut(family, tmp_path):
+    source = save_source(tmp_path, family, "Model")
+    ids = torch.randint(3, 99, (1, 12))
+    model = convert(tmp_path, converted_config(tmp_path, max_position_embeddings=93, **EXACT)).base_model
+    assert model(torch.randint(3, 99, (1, 93))).last_hidden_state.isfinite().all()
+    first = torch.arange(2, 14)[None]
+    for shift in (0, LENGTH, 2 * LENGTH):
+        assert torch.equal(model(ids, position_ids=first + shift)[0], model(ids)[0])
+    assert not torch.allclose(model(ids, position_ids=first + 1)[0], model(ids)[0], atol=1e-3)
+
+    model = convert(tmp_path, converted_config(tmp_path, max_position_embeddings=12, **EXACT)).base_model
+    assert relative_error(model(ids)[0], source(ids)[0]) < 1e-5
+    with pytest.raises(ValueError, match="max_position_embeddings=12"):
+        model(torch.randint(3, 99, (1, 13)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"family": "nystromformer", "num_landmarks": 8, "conv_kernel_size": 5},
+        {"family": "linformer", "projected_dim": 8, "share_projection": "none", "conv_kernel_size": 3},
+    ],
+    ids=lambda fields: fields["family"],
+)
+@torch.no_grad()
+def test_saved_it_loads_in_any_auto_class_with_the_same_results(fields, tmp_path):
+    save_source(tmp_path / "source", "Bert", "ForPreTraining")
+    config = converted_config(tmp_path / "source", max_position_embeddings=100, **fields)
+    model = convert(tmp_path / "source", config)
+    model.save_pretrained(tmp_path / "long")
+    ids, mask = torch.randint(3, 99, (2, 100)), torch.ones(2, 100)
+    mask[0, 61:] = 0
+    expected = model(ids, attention_mask=mask, output_hidden_states=True)
+    for auto in (AutoModelForPreTraining, AutoModelForMaskedLM, AutoModel):
+        loaded, info = auto.from_pretrained(tmp_path / "long", output_loading_info=True)
+        assert not info["missing_keys"]
+        actual = loaded(ids, attention_mask=mask, output_hidden_states=True)
+        assert torch.equal(actual.hidden_states[-1], expected.hidden_states[-1])
+        logits = actual.get("prediction_logits", actual.get("logits"))
+        assert logits is None or torch.equal(logits, expected.prediction_logits)
+    _, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "long", output_loading_info=True)
+    assert all(name.startswith("classifier.") for name in info["missing_keys"])
+
+
+@torch.no_grad()
+def test_a_linformer_takes_the_weights_and_trains(tmp_path):
+    source = save_source(tmp_path, "Roberta", "ForMaskedLM")
+    config = converted_config(tmp_path, "linformer", projected_dim=8, max_position_embeddings=64)
+    assert type(config) is LinformerConfig
+    model, info = convert(tmp_path, config, output_loading_info=True)
+    projections = [name for name in info["missing_keys"] if "projection" in name]
+    assert projections == ["linformer.encoder.sequence_projection.weight"]
+    assert 0.5 < model.get_parameter(projections[0]).std() * (8 + 64) ** 0.5 < 2  # as in a new model
+    ids = torch.randint(3, 99, (2, 64))
+    embedded = model(ids[:, :LENGTH], output_hidden_states=True).hidden_states[0]
+    theirs = source(ids[:, :LENGTH], output_hidden_states=True).hidden_states[0]
+    assert relative_error(embedded, theirs) < 1e-5
+    with torch.enable_grad():
+        model(ids, labels=ids).loss.backward()
+    assert model.get_parameter(projections[0]).grad.abs().sum() > 0
+
+
+BERT_HEAD = {f"cls.predictions.transform.{name}" for name in ("dense.weight", "dense.bias")}
+BERT_HEAD |= {"cls.predictions.transform.LayerNorm.weight", "cls.predictions.transform.LayerNorm.bias"}
+BERT_HEAD |= {"cls.predictions.bias", "cls.predictions.decoder.bias"}
+ORDER = {"cls.seq_relationship.weight", "cls.seq_relationship.bias"}
+POOLER = {"nystromformer.pooler.dense.weight", "nystromformer.pooler.dense.bias"}
+CLASSIFIER = {"classifier.weight", "classifier.bias"}
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "new", "left"),
+    [
+        ("Bert", "ForPreTraining", ORDER, ORDER),
+        ("Bert", "ForMaskedLM", ORDER | POOLER, set()),
+        ("Bert", "ForTokenClassification", ORDER | POOLER | BERT_HEAD, CLASSIFIER),
+        ("Roberta", "ForMaskedLM", ORDER | POOLER, set()),
+        ("Roberta", "Model", ORDER | BERT_HEAD, set()),
+    ],
+)
+def test_what_is_new_and_what_is_left_behind_is_reported(family, head, new, left, tmp_path, caplog):
+    save_source(tmp_path, family, head)
+    config = converted_config(tmp_path, conv_kernel_size=3, max_position_embeddings=50)
+    model, info = convert(tmp_path, config, output_loading_info=True)
+    kernels = {f"nystromformer.encoder.layer.{i}.attention.self.conv.weight" for i in range(2)}
+    assert set(info["missing_keys"]) == new | kernels
+    assert set(info["unexpected_keys"]) == left
+    message = caplog.messages[-1]
+    assert all(name in message for name in new | left)
+    assert "zero: nystromformer.encoder.layer.*.attention.self.conv.weight" in message
+    assert "positions 40 to 49 repeat" in message
+    # Every weight of the source is in the model or in the report.
+    count = sum(weight.numel() for weight in load_file(tmp_path / "model.safetensors").values())
+    ours = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in new | kernels)
+    repeated = 10 * TINY["hidden_size"] + (2 * TINY["hidden_size"] if family == "Bert" else 0)  # rows 0 and 1
+    gone = sum(load_file(tmp_path / "model.safetensors")[name].numel() for name in left)
+    assert ours - repeated == count - gone
+
+
+def test_bert_itself_as_published(tmp_path):
+    """As its old checkpoints are: pickled, other names of the layer norms, and a buffer of positions."""
+    source = save_source(tmp_path, "Bert", "ForPreTraining")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["bert.embeddings.position_ids"] = torch.arange(LENGTH)[None]
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): weight
+        for name, weight in weights.items()
+    }
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(old, tmp_path / "pytorch_model.bin")
+    model, info = convert(tmp_path, converted_config(tmp_path, **EXACT), output_loading_info=True)
+    assert set(info["missing_keys"]) == set(info["unexpected_keys"]) == ORDER
+    ids = torch.randint(3, 99, (1, LENGTH))
+    assert relative_error(model(ids).prediction_logits, source(ids).prediction_logits) < 1e-5
+
+
+def test_an_output_layer_of_its_own(tmp_path):
+    source = save_source(tmp_path, "Bert", "ForMaskedLM", tie_word_embeddings=False)
+    model = convert(tmp_path, converted_config(tmp_path, **EXACT))
+    ids = torch.randint(3, 99, (1, LENGTH))
+    assert relative_error(model(ids).prediction_logits, source(ids).logits) < 1e-5
+    with pytest.raises(ValueError, match="set tie_word_embeddings=False"):
+        convert(tmp_path, converted_config(tmp_path, tie_word_embeddings=True))
+    save_source(tmp_path / "base", "Bert", "Model", tie_word_embeddings=False)
+    for tied in (True, False):
+        config = converted_config(tmp_path / "base", tie_word_embeddings=tied)
+        _, info = convert(tmp_path / "base", config, output_loading_info=True)
+        assert ("cls.predictions.decoder.weight" in info["missing_keys"]) == (not tied)
+
+
+def test_another_activation_in_the_head_of_roberta_is_told(tmp_path, caplog):
+    source = save_source(tmp_path, "Roberta", "ForMaskedLM", hidden_act="relu")
+    model = convert(tmp_path, converted_config(tmp_path, **EXACT))
+    assert "hidden_act='relu' where the source's applies gelu" in caplog.messages[-1]
+    ids = torch.randint(3, 99, (1, LENGTH))
+    assert relative_error(model.base_model(ids)[0], source.base_model(ids)[0]) < 1e-5
+
+
+@torch.no_grad()
+def test_token_types_are_added_and_the_dtype_is_the_sources(tmp_path):
+    source = save_source(tmp_path, "Roberta", "ForMaskedLM").to(torch.bfloat16)
+    source.save_pretrained(tmp_path)
+    model = convert(tmp_path, converted_config(tmp_path, type_vocab_size=2, **EXACT))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    ids = torch.randint(3, 99, (1, 9))
+    assert torch.equal(model(ids, token_type_ids=torch.ones_like(ids))[0], model(ids)[0])
+    assert convert(tmp_path, converted_config(tmp_path), dtype=torch.float32).dtype == torch.float32
+
+
+def test_fields_come_from_the_source(tmp_path):
+    fields = {"layer_norm_eps": 1e-7, "hidden_act": "relu", "initializer_range": 0.1, "classifier_dropout": 0.3}
+    ids = {"pad_token_id": 3, "bos_token_id": 4, "eos_token_id": 5}
+    source = RobertaConfig(**TINY | FIELDS["Roberta"] | fields | ids)
+    config = converted_config(source, num_landmarks=8)
+    for name, value in (TINY | fields | ids | {"num_landmarks": 8, "type_vocab_size": 1}).items():
+        assert getattr(config, name) == value, name
+    assert config.max_position_embeddings == LENGTH + 2 - 4
+    with pytest.raises(ValueError, match="no field num_landmark:"):
+        converted_config(source, num_landmark=8)
+    with pytest.raises(ValueError, match="use one of nystromformer, linformer"):
+        converted_config(source, "longformer")
+    with pytest.raises(ValueError, match="give a checkpoint of bert, roberta"):
+        converted_config(NystromformerConfig())
+    with pytest.raises(ValueError, match="is_decoder=False"):
+        converted_config(BertConfig(is_decoder=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "needed"),
+    [
+        ("vocab_size", 100, 99),
+        ("hidden_size", 64, 32),
+        ("num_hidden_layers", 1, 2),
+        ("num_attention_heads", 2, 4),
+        ("intermediate_size", 32, 48),
+        ("hidden_act", "gelu_new", "'gelu'"),
+        ("layer_norm_eps", 1e-5, 1e-12),
+        ("pad_token_id", 1, 0),
+        ("type_vocab_size", 1, 2),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named_with_the_value_that_does(field, value, needed, tmp_path):
+    source = BertConfig(**TINY | FIELDS["Bert"])
+    source.save_pretrained(tmp_path)
+    config = copy.deepcopy(converted_config(source))
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=f"set {field}={needed}, or"):
+        convert(tmp_path, config)
+
+
+def test_a_configuration_of_transformers_is_refused(tmp_path):
+    BertConfig(**TINY).save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="make it with converted_config"):
+        convert(tmp_path, transformers.NystromformerConfig(**TINY))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: weights.update({"bert.encoder.layer.0.attention.self.gate.weight": torch.ones(2)}),
+            "other layers than BERT",
+        ),
+        (lambda weights: weights.pop("bert.encoder.layer.1.output.dense.weight"), "lacks 1 weights of the encoder"),
+        (
+            lambda weights: weights.update({"bert.encoder.layer.2.output.dense.bias": torch.ones(32)}),
+            "or another number",
+        ),
+        (
+            lambda weights: weights.update({"bert.encoder.layer.1.output.dense.bias": torch.ones(31)}),
+            "lacks 1 weights of the encoder",
+        ),
+    ],
+    ids=["unknown", "missing", "more_layers", "other_shape"],
+)
+def test_an_encoder_that_is_not_its_configurations_is_refused(change, message, tmp_path):
+    save_source(tmp_path, "Bert", "ForMaskedLM")
+    edit_weights(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path, converted_config(tmp_path), ignore_mismatched_sizes=True)
+
+
+def bert_tokenizer():
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "long", "text", "##s"]
+    return BertTokenizer(vocab={word: i for i, word in enumerate(words)}, model_max_length=LENGTH)
+
+
+def roberta_tokenizer():
+    words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a", "l", "o", "n", "g", "t", "e", "x", "s", "Ġ"]
+    return RobertaTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("family", "tokenizer"), [("Bert", bert_tokenizer), ("Roberta", roberta_tokenizer)], ids=["bert", "roberta"]
+)
+@torch.no_grad()
+def test_model_and_tokenizer_take_the_new_length(family, tokenizer, tmp_path):
+    save_source(tmp_path / "source", family, "ForMaskedLM")
+    theirs = tokenizer()
+    theirs.save_pretrained(tmp_path / "source")
+    config = converted_config(tmp_path / "source", max_position_embeddings=93, num_landmarks=8)
+    convert_checkpoint(tmp_path / "source", tmp_path / "long", config)
+
+    ours = AutoTokenizer.from_pretrained(tmp_path / "long")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "long")
+    assert ours.model_max_length == 93
+    text = "a long text " * 40
+    pair = ("a long text", f"A {theirs.mask_token} texts")
+    assert dict(ours(*pair)) == dict(theirs(*pair))
+    inputs = ours([text, "a text"], truncation=True, padding=True, return_tensors="pt")
+    assert inputs["input_ids"].shape == (2, 93)
+    assert model(**inputs).logits.isfinite().all()
+    with pytest.raises(ValueError, match="is the source"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "source", config)
