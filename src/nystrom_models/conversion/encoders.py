@@ -220,8 +220,8 @@ def convert(
     - **Convolution.** It starts at zero and not, as with the authors, at random: the model begins as the source's
       function, and gradients reach a kernel of zeros.
     - **Sentence order.** That head starts anew, although the classes of BERT's next-sentence head agree with it (0 =
-      in order). That one was trained to tell passages of other documents; on two swapped passages of one document it
-      is at chance (52.0%, ALBERT, Lan et al. 2020, table 5), and as sure as it ever is. The pooler is kept.
+      in order). That one was trained to tell passages of other documents, and knows nothing of the order of two
+      passages of one: 52.0% are right (ALBERT, Lan et al. 2020, table 5). The pooler is kept.
     - **Token types.** `type_vocab_size` may be larger than the source's (RoBERTa has one type); new types start as
       copies of type 0.
     - **Linformer's projections** start as in a new model.
