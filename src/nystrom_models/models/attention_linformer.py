@@ -26,6 +26,7 @@ from .attention_ops import (
     depthwise_convolution,
     gather_tokens,
     is_tracing,
+    pad_tokens,
     positions_by_rank,
     split_heads,
 )
@@ -249,6 +250,7 @@ def linformer_attention(
     kernel_size: int | None = None,
     conv_weight: Tensor | None = None,
     dropout_p: float = 0.0,
+    tokens: Tensor | None = None,
 ) -> Tensor:
     """Linformer attention in O(N K) time and O(N) memory, from the layer's input to the heads' outputs.
 
@@ -262,26 +264,36 @@ def linformer_attention(
         kernel_size: S, for all types but "linear".
         conv_weight: (H, 1, kernel, 1), a depthwise convolution of V that is added; None for none.
         dropout_p: probability of dropping an attention weight.
+        tokens: (T,) int64, ascending, the places of the valid tokens in the flattened mask: `hidden_states` is then
+            (1, T, C), of these tokens alone, and no linear layer sees padding.
 
     Returns: (B, H, N, D). Values at invalid tokens are finite and mean nothing.
     """
     heads = query.shape[1]
-    states, lengths, slot_mask = hidden_states, None, None
+    states, by_rank, lengths, slot_mask = hidden_states, None, None, None
     if mask is None and projection_type != "linear" and is_tracing():
         # There may be slots without a token.
         mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
     if mask is not None:
         lengths = mask.long().sum(dim=-1)
-        states = gather_tokens(hidden_states, positions_by_rank(mask))
-        within = torch.arange(states.shape[1], device=states.device) < lengths[:, None]
-        states = states * within[..., None].to(states.dtype)
+        within = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+        if tokens is None:
+            states = gather_tokens(hidden_states, positions_by_rank(mask))
+            states = states * within[..., None].to(states.dtype)
+        else:
+            by_rank = within.flatten().nonzero_static(size=len(tokens)).squeeze(-1)
+            states = pad_tokens(hidden_states, by_rank, mask.shape)
         if projection_type != "linear":
             slot_mask = _slot_counts(states, lengths, kernel_size) > 0
 
     def project(weight: Tensor, bias: Tensor | None, projection: Tensor | None, shared: Tensor | None) -> Tensor:
         if shared is not None:
             return split_heads(F.linear(shared, weight, bias), heads)
-        projected = split_heads(F.linear(states, weight), heads)
+        if mask is None or by_rank is None:
+            projected = F.linear(states, weight)
+        else:
+            projected = pad_tokens(F.linear(hidden_states, weight), by_rank, mask.shape)
+        projected = split_heads(projected, heads)
         projected = _project_heads(projected, projection, lengths, projection_type, kernel_size)
         return projected if bias is None else projected + bias.view(heads, 1, -1)
 
@@ -297,6 +309,8 @@ def linformer_attention(
     values = project(value_weight, value_bias, value_projection, shared_value)
     context = attend(query, keys, values, slot_mask, dropout_p)
     if conv_weight is not None:
-        token_values = split_heads(F.linear(hidden_states, value_weight, value_bias), heads)
-        context = context + depthwise_convolution(token_values, conv_weight, mask)
+        token_values = F.linear(hidden_states, value_weight, value_bias)
+        if mask is not None and tokens is not None:
+            token_values = pad_tokens(token_values, tokens, mask.shape)
+        context = context + depthwise_convolution(split_heads(token_values, heads), conv_weight, mask)
     return context

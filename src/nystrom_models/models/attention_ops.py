@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention of every family is made of: masked softmax attention, ranks of tokens, the convolution skip.
+"""What the attention of every family is made of: masked softmax attention, ranks of tokens, the convolution skip, and
+tokens without their padding.
 
-Legend: B batch, H heads, N tokens, K keys, D head size. A mask is (B, N), bool, True at valid tokens, which may lie
-anywhere in a row. The rank of a valid token is its number, from 0, among the valid tokens of its row.
+Legend: B batch, H heads, N tokens, K keys, D head size, T valid tokens of a batch, W width of its shortened rows. A
+mask is (B, N), bool, True at valid tokens, which may lie anywhere in a row. The rank of a valid token is its number,
+from 0, among the valid tokens of its row.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
+
+# The share of padding from which a batch is unpadded: below, bringing the tokens into rows for the attention and back
+# takes about the time that the linear layers would save.
+LEAST_PADDING = 1 / 16
 
 
 def is_tracing() -> bool:
@@ -52,6 +59,61 @@ def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
     flat = positions + offset.view(-1, *[1] * (positions.dim() - 1))
     # An embedding look-up copies whole rows, which a gather along an expanded index does not.
     return F.embedding(flat, states.reshape(batch * length, -1))
+
+
+class Unpadding(NamedTuple):
+    """Where the T valid tokens of a padded batch (B, N) lie; a function of the mask alone.
+
+    States of the tokens alone are (1, T, C). Attention and convolution need rows: those of width W begin with their
+    first valid token and keep its distance to the others, and W is the largest distance from the first to the last.
+    Where no row of width W has padding, states are these rows, (B, W, C), all along.
+
+    tokens: (T,) int64, ascending: the tokens in the batch flattened to (B·N,).
+    row_tokens: (T,) int64: the same in the rows flattened to (B·W,); None where no row has padding.
+    row_mask: (B, W) bool, True at the tokens; None where no row has padding.
+    shape: B and N.
+    """
+
+    tokens: Tensor
+    row_tokens: Tensor | None
+    row_mask: Tensor | None
+    shape: tuple[int, int]
+
+
+def find_unpadding(mask: Tensor) -> tuple[Tensor | None, Unpadding | None]:
+    """The mask (B, N) bool, or None if every token is valid; and the `Unpadding`, or None where it would not pay.
+
+    Not for graphs, whose sizes must not depend on values. On a GPU, the host waits once, for two numbers.
+    """
+    batch, length = mask.shape
+    positions = torch.arange(length, device=mask.device)
+    first = mask.long().argmax(dim=-1, keepdim=True)  # (B, 1)
+    end = (mask * (positions + 1)).amax(dim=-1, keepdim=True)  # 0 in a row without a valid token
+    count, width = torch.stack([mask.sum(), (end - first).amax()]).tolist()
+    if count == batch * length:
+        return None, None
+    if count == 0 or count > (1 - LEAST_PADDING) * batch * length:
+        return mask, None
+    tokens = mask.flatten().nonzero_static(size=count).squeeze(-1)
+    if count == batch * width:
+        return mask, Unpadding(tokens, None, None, (batch, length))
+    row = tokens // length
+    row_tokens = tokens - row * length - first.squeeze(-1)[row] + row * width
+    row_mask = mask.new_zeros(batch * width).index_fill(0, row_tokens, True).view(batch, width)
+    return mask, Unpadding(tokens, row_tokens, row_mask, (batch, length))
+
+
+def unpad_tokens(states: Tensor, unpadding: Unpadding) -> Tensor:
+    """Of states (B, N, ...), those of the valid tokens: (1, T, ...), or (B, W, ...) where no row has padding."""
+    rows = 1 if unpadding.row_mask is not None else states.shape[0]
+    return states.flatten(0, 1).index_select(0, unpadding.tokens).unflatten(0, (rows, -1))
+
+
+def pad_tokens(states: Tensor, tokens: Tensor, shape: Sequence[int]) -> Tensor:
+    """States (..., C) of T tokens at the places `tokens`, (T,) int64, of flattened rows, zero elsewhere: (B, N, C)."""
+    width = states.shape[-1]
+    padded = states.new_zeros(shape[0] * shape[1], width)
+    return padded.index_copy_(0, tokens, states.reshape(-1, width)).view(*shape, width)
 
 
 def split_heads(states: Tensor, num_heads: int) -> Tensor:

@@ -3,12 +3,16 @@
 
 A BERT-style encoder with post-norm residuals. A family's modeling file brings its attention and names the classes.
 
-Legend: B batch, N tokens, C hidden size, H heads, V vocabulary. Parameters carry the names of Transformers' own
-Nyströmformer, so that checkpoints are exchanged with it.
+Legend: B batch, N tokens, C hidden size, H heads, V vocabulary, T valid tokens of a batch, W width of its shortened
+rows. Parameters carry the names of Transformers' own Nyströmformer, so that checkpoints are exchanged with it.
+
+Padding is not computed: from the embeddings to the last layer, states are those of the valid tokens alone, (1, T, C),
+and attention brings them into rows (`Unpadding`). Not so in a graph, whose sizes must not depend on values, and for
+attention maps: there, states are (B, N, C). Either way, what is returned is (B, N, C), and zero at padding.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +29,18 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from .attention_ops import is_tracing, merge_heads, split_heads
+from .attention_ops import (
+    Unpadding,
+    find_unpadding,
+    is_tracing,
+    merge_heads,
+    pad_tokens,
+    split_heads,
+    unpad_tokens,
+)
 from .configuration_encoder import EncoderConfig
 
 # Positions start here, after the two rows that the published Nyströmformer checkpoints leave unused.
@@ -97,10 +108,13 @@ def _reject_arguments(model: nn.Module, arguments: dict[str, Any]) -> None:
         )
 
 
-def key_mask(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """The (B, N) bool mask of an `attention_mask` of ones and zeros of any dtype; None if every token is valid."""
+def key_mask(attention_mask: Tensor | None, batch: int, length: int) -> tuple[Tensor | None, Unpadding | None]:
+    """The (B, N) bool mask of an `attention_mask` of ones and zeros of any dtype; None if every token is valid.
+
+    And where the valid tokens lie, if it pays to compute them alone.
+    """
     if attention_mask is None:
-        return None
+        return None, None
     if attention_mask.shape != (batch, length):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, but must be (batch, length) = {(batch, length)}"
@@ -111,9 +125,7 @@ def key_mask(attention_mask: Tensor | None, batch: int, length: int) -> Tensor |
         _require(
             (attention_mask == mask).all(), "attention_mask must hold 1 at tokens and 0 at padding, not added scores."
         )
-    if not is_tracing() and not mask.is_meta and bool(mask.all()):
-        return None
-    return mask
+    return (mask, None) if is_tracing() or mask.is_meta else find_unpadding(mask)
 
 
 def first_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -144,8 +156,11 @@ class EncoderEmbeddings(nn.Module):
         mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        unpadding: Unpadding | None = None,
     ) -> Tensor:
-        """inputs: token ids (B, N) or word embeddings (B, N, C). mask: (B, N) bool. Returns (B, N, C).
+        """inputs: token ids (B, N) or word embeddings (B, N, C). mask: (B, N) bool.
+
+        Returns (B, N, C), or with `unpadding` the states of the valid tokens alone.
 
         Where no `position_ids` are given, they count the valid tokens, so that padding on the left keeps them.
         """
@@ -159,6 +174,11 @@ class EncoderEmbeddings(nn.Module):
             position_ids = position_ids + FIRST_POSITION
         if token_type_ids is None:
             token_type_ids = torch.zeros(shape, dtype=torch.long, device=inputs.device)
+        if unpadding is not None:
+            # Words are looked up before: what is hooked to that module (NEFTune's noise) goes by their (B, N, C).
+            embeddings = unpad_tokens(embeddings, unpadding)
+            token_type_ids = unpad_tokens(token_type_ids.expand(shape), unpadding)
+            position_ids = unpad_tokens(position_ids.expand(shape), unpadding)
         embeddings = embeddings + self.token_type_embeddings(token_type_ids) + self.position_embeddings(position_ids)
         return self.dropout(self.LayerNorm(embeddings))
 
@@ -190,25 +210,44 @@ class EncoderSelfAttention(nn.Module):
         self,
         hidden_states: Tensor,
         mask: Tensor | None,
+        tokens: Tensor | None,
         shared: Any,
         output_attentions: bool,
         attention_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states (B, N, C), mask (B, N) bool -> context (B, N, C), attention map (B, H, R, N) or None."""
-        query = split_heads(self.query(hidden_states), self.num_heads)
-        context, attentions = self.attend(query, hidden_states, mask, shared, output_attentions, attention_rows)
-        return merge_heads(context), attentions
+        """hidden_states (B, N, C), mask (B, N) bool -> context (B, N, C), attention map (B, H, R, N) or None.
+
+        With `tokens`, (T,) int64, the places of the valid tokens in the flattened mask (B, W), states and context are
+        those of these tokens, (1, T, C).
+        """
+        query = split_heads(self.in_rows(self.query(hidden_states), mask, tokens), self.num_heads)
+        context, attentions = self.attend(
+            query, hidden_states, mask, tokens, shared, output_attentions, attention_rows
+        )
+        context = merge_heads(context)
+        if tokens is not None:
+            context = context.flatten(0, 1).index_select(0, tokens)[None]
+        return context, attentions
+
+    @staticmethod
+    def in_rows(states: Tensor, mask: Tensor | None, tokens: Tensor | None) -> Tensor:
+        """States of the tokens (1, T, C) in the rows of the mask, (B, W, C); others are in rows already."""
+        return states if mask is None or tokens is None else pad_tokens(states, tokens, mask.shape)
 
     def attend(
         self,
         query: Tensor,
         hidden_states: Tensor,
         mask: Tensor | None,
+        tokens: Tensor | None,
         shared: Any,
         output_attentions: bool,
         attention_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """query (B, H, N, D) and the layer's input -> context (B, H, N, D) and the map, if it is asked for."""
+        """query (B, H, N, D) and the layer's input -> context (B, H, N, D) and the map, if it is asked for.
+
+        With `tokens`, the input is that of the valid tokens alone (see `forward`), and N is W.
+        """
         raise TypeError(f"{type(self).__name__} must define attend().")
 
     @property
@@ -258,7 +297,6 @@ class EncoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: EncoderConfig, layer_idx: int, self_attention_class: type[EncoderSelfAttention]):
         super().__init__()
         self.chunk_size_feed_forward = config.chunk_size_feed_forward
-        self.seq_len_dim = 1
         self.attention = AttentionBlock(config, layer_idx, self_attention_class)
         self.intermediate = Intermediate(config)
         self.output = ResidualOutput(config, config.intermediate_size)
@@ -267,16 +305,21 @@ class EncoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         mask: Tensor | None = None,
+        tokens: Tensor | None = None,
         shared: Any = None,
         output_attentions: bool = False,
         attention_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        context, attentions = self.attention.self(hidden_states, mask, shared, output_attentions, attention_rows)
-        hidden_states = self.attention.output(context, hidden_states)
-        hidden_states = apply_chunking_to_forward(
-            self.feed_forward_chunk, self.chunk_size_feed_forward, self.seq_len_dim, hidden_states
+        context, attentions = self.attention.self(
+            hidden_states, mask, tokens, shared, output_attentions, attention_rows
         )
-        return hidden_states, attentions
+        hidden_states = self.attention.output(context, hidden_states)
+        if self.chunk_size_feed_forward == 0:
+            return self.feed_forward_chunk(hidden_states), attentions
+        # As many tokens a chunk as `chunk_size_feed_forward` columns of the batch hold; the last chunk may have fewer.
+        size = self.chunk_size_feed_forward * (1 if mask is None or tokens is None else mask.shape[0])
+        chunks = [self.feed_forward_chunk(chunk) for chunk in hidden_states.split(size, dim=1)]
+        return torch.cat(chunks, dim=1), attentions
 
     def feed_forward_chunk(self, hidden_states: Tensor) -> Tensor:
         return self.output(self.intermediate(hidden_states), hidden_states)
@@ -303,16 +346,33 @@ class EncoderStack(nn.Module):
         output_attentions: bool,
         output_hidden_states: bool,
         attention_rows: Tensor | None,
+        unpadding: Unpadding | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-        """Returns the last state, all states if asked for, the attention maps if asked for."""
-        shared = self.shared_inputs(mask, hidden_states.shape[1])
-        states, maps = [hidden_states], []
+        """hidden_states (B, N, C), with `unpadding` those of the valid tokens alone; mask (B, N) bool.
+
+        Returns the last state (B, N, C), all states if asked for, the attention maps if asked for.
+        """
+
+        def whole(states: Tensor) -> Tensor:
+            if unpadding is not None:
+                return pad_tokens(states, unpadding.tokens, unpadding.shape)
+            return states if mask is None else states.masked_fill(~mask[..., None], 0)
+
+        row_mask, tokens = (mask, None) if unpadding is None else (unpadding.row_mask, unpadding.row_tokens)
+        shared = self.shared_inputs(row_mask, hidden_states.shape[1] if row_mask is None else row_mask.shape[1])
+        states, maps = [], []
         for layer in self.layer:
-            hidden_states, attentions = layer(hidden_states, mask, shared, output_attentions, attention_rows)
-            states.append(hidden_states)
+            if output_hidden_states:
+                states.append(whole(hidden_states))
+                # On through the state that is returned, so that gradients reach it.
+                hidden_states = states[-1] if unpadding is None else unpad_tokens(states[-1], unpadding)
+            hidden_states, attentions = layer(
+                hidden_states, row_mask, tokens, shared, output_attentions, attention_rows
+            )
             maps.append(attentions)
+        states.append(whole(hidden_states))
         return (
-            hidden_states,
+            states[-1],
             tuple(states) if output_hidden_states else None,
             tuple(maps) if output_attentions else None,
         )
@@ -381,6 +441,11 @@ def _classifier_dropout(config: EncoderConfig) -> float:
     return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
 
 
+def without_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: int = -100) -> Tensor:
+    """The labels (B, N) of tokens, none at padding: what stands there must not matter."""
+    return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, ignore_index)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Mean cross entropy of logits (..., classes) over the labels (...) that count; 0 if none does."""
     total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
@@ -388,6 +453,14 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> T
 
 
 # ---- models ----
+
+
+@dataclass
+class EncoderModelOutput(BaseModelOutputWithPooling):
+    """As in Transformers; for the heads it carries, beside its entries, where the tokens of a padded batch lie."""
+
+    # Without an annotation, which would make it an entry.
+    unpadding = cast("Unpadding | None", None)
 
 
 @dataclass
@@ -492,7 +565,7 @@ class EncoderModel(EncoderPreTrainedModel):
         output_hidden_states: bool | None = None,
         attention_rows: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple | BaseModelOutputWithPooling:
+    ) -> tuple | EncoderModelOutput:
         """
         Args:
             input_ids: (B, N) int64, N at most `max_position_embeddings`. inputs_embeds: (B, N, C) instead.
@@ -505,7 +578,7 @@ class EncoderModel(EncoderPreTrainedModel):
                 in memory linear in N.
 
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
-            (B, H, N or R, N).
+            (B, H, N or R, N). Hidden states are zero at padding.
         """
         _reject_arguments(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -519,17 +592,22 @@ class EncoderModel(EncoderPreTrainedModel):
         if input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
 
-        mask = key_mask(attention_mask, batch, length)
-        embeddings = self.embeddings(inputs, mask, token_type_ids, position_ids)
+        mask, unpadding = key_mask(attention_mask, batch, length)
+        # A map has rows and columns of all N tokens.
+        in_layers = None if output_attentions else unpadding
+        embeddings = self.embeddings(inputs, mask, token_type_ids, position_ids, in_layers)
         last, states, attentions = self.encoder(
-            embeddings, mask, bool(output_attentions), bool(output_hidden_states), attention_rows
+            embeddings, mask, bool(output_attentions), bool(output_hidden_states), attention_rows, in_layers
         )
-        return BaseModelOutputWithPooling(
+        outputs = EncoderModelOutput(
             last_hidden_state=last,
             pooler_output=None if self.pooler is None else self.pooler(last, mask),
             hidden_states=states,
             attentions=attentions,
         )
+        if unpadding is not None:
+            outputs.unpadding = unpadding
+        return outputs
 
     def _check_shapes(self, inputs: Tensor, token_type_ids: Tensor | None) -> tuple[int, int]:
         if inputs.dim() not in (2, 3):
@@ -580,8 +658,11 @@ class MaskedLMHeadMixin(EncoderPreTrainedModel):
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = new_embeddings.bias
 
-    def predict_tokens(self, hidden_states: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """hidden_states (B, N, C), labels (B, N) -> logits (B, N, V), or (counted labels, V) if sparse, and loss."""
+    def predict_tokens(
+        self, outputs: EncoderModelOutput, attention_mask: Tensor | None, labels: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The encoder's outputs, labels (B, N) -> logits (B, N, V), or (counted labels, V) if sparse, and loss."""
+        hidden_states = outputs.last_hidden_state
         ignore = self.config.sparse_pred_ignore_index
         if labels is not None:
             if labels.shape != hidden_states.shape[:2]:
@@ -590,11 +671,27 @@ class MaskedLMHeadMixin(EncoderPreTrainedModel):
                     f"{tuple(hidden_states.shape[:2])}."
                 )
             _require_labels(labels, self.config.vocab_size, "labels", "vocab_size", ignore)
+            labels = without_padding(labels, attention_mask, ignore)
             if self.config.sparse_prediction:
                 counted = labels.flatten() != ignore
                 hidden_states, labels = hidden_states.flatten(0, 1)[counted], labels.flatten()[counted]
-        logits = self.cls.predictions(hidden_states)
-        return logits, None if labels is None else cross_entropy(logits, labels, ignore)
+                logits = self.cls.predictions(hidden_states)
+                return logits, cross_entropy(logits, labels, ignore)
+        # Wrappers that rebuild an output lose where the tokens lie: all are computed then.
+        unpadding = outputs.unpadding
+        if unpadding is None:
+            logits = self.cls.predictions(hidden_states)
+            return logits, None if labels is None else cross_entropy(logits, labels, ignore)
+        states = hidden_states.flatten(0, 1).index_select(0, unpadding.tokens)
+        # Padding has the logits of its state, which is zero: one more token.
+        logits = self.cls.predictions(F.pad(states, (0, 0, 0, 1)))
+        loss = None
+        if labels is not None:
+            loss = cross_entropy(logits[:-1], labels.flatten()[unpadding.tokens], ignore)
+        count = len(unpadding.tokens)
+        place = torch.full_like(hidden_states[..., 0], count, dtype=torch.long)
+        place.view(-1).index_copy_(0, unpadding.tokens, torch.arange(count, device=place.device))
+        return F.embedding(place, logits), loss
 
 
 class EncoderForMaskedLM(MaskedLMHeadMixin):
@@ -617,13 +714,14 @@ class EncoderForMaskedLM(MaskedLMHeadMixin):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> tuple | MaskedLMOutput:
-        """labels: (B, N) int64, the tokens to predict, -100 where none is. The others: see the base model.
+        """labels: (B, N) int64, the tokens to predict, -100 where none is; at padding, none is.
+        The others: see the base model.
 
         Returns: loss, logits (B, N, V) and what the base model gives on request.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
-        logits, loss = self.predict_tokens(outputs.last_hidden_state, labels)
+        logits, loss = self.predict_tokens(outputs, attention_mask, labels)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -652,7 +750,7 @@ class EncoderForPreTraining(MaskedLMHeadMixin):
     ) -> tuple | EncoderForPreTrainingOutput:
         """
         Args:
-            labels: (B, N) int64, the tokens to predict, -100 where none is.
+            labels: (B, N) int64, the tokens to predict, -100 where none is; at padding, none is.
             sentence_order_label: (B,) int64, 0 for segments in their order and 1 for swapped ones, as in ALBERT.
             The others: see the base model.
 
@@ -660,7 +758,7 @@ class EncoderForPreTraining(MaskedLMHeadMixin):
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
-        prediction_logits, mlm_loss = self.predict_tokens(outputs.last_hidden_state, labels)
+        prediction_logits, mlm_loss = self.predict_tokens(outputs, attention_mask, labels)
         sop_logits = self.cls.seq_relationship(outputs.pooler_output)
         sop_loss = None
         if sentence_order_label is not None:
@@ -758,7 +856,7 @@ class EncoderForTokenClassification(EncoderPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> tuple | TokenClassifierOutput:
-        """labels: (B, N) int64, -100 where a token has none. The others: see the base model.
+        """labels: (B, N) int64, -100 where a token has none; padding has none. The others: see the base model.
 
         Returns: loss, logits (B, N, num_labels) and what the base model gives on request.
         """
@@ -768,7 +866,7 @@ class EncoderForTokenClassification(EncoderPreTrainedModel):
         loss = None
         if labels is not None:
             _require_labels(labels, self.num_labels, "labels", "num_labels")
-            loss = cross_entropy(logits, labels)
+            loss = cross_entropy(logits, without_padding(labels, attention_mask))
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

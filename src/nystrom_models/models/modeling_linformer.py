@@ -60,12 +60,16 @@ class LinformerSelfAttention(EncoderSelfAttention):
         query: Tensor,
         hidden_states: Tensor,
         mask: Tensor | None,
+        tokens: Tensor | None,
         shared: Tensor | None,
         output_attentions: bool,
         attention_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         key_projection = shared if self.key_projection is None else self.key_projection.weight
         value_projection = key_projection if self.value_projection is None else self.value_projection.weight
+        if self.is_eager:
+            # The reference picks the valid tokens of each row by itself.
+            hidden_states, tokens = self.in_rows(hidden_states, mask, tokens), None
         arguments = (
             query,
             hidden_states,
@@ -84,7 +88,7 @@ class LinformerSelfAttention(EncoderSelfAttention):
             attentions = linformer_attention_map(*arguments, rows=attention_rows, dropout_p=dropout_p, **options)
         options |= {"conv_weight": self.conv_weight, "dropout_p": self.dropout}
         if not self.is_eager:
-            return linformer_attention(*arguments, **options), attentions
+            return linformer_attention(*arguments, tokens=tokens, **options), attentions
         if attentions is None or attention_rows is not None or self.config.projection_type == "max_pool":
             return linformer_attention_reference(*arguments, **options), attentions
         # Through the map that is returned, so that gradients reach it.

@@ -32,12 +32,13 @@ class NystromformerSelfAttention(EncoderSelfAttention):
         query: Tensor,
         hidden_states: Tensor,
         mask: Tensor | None,
+        tokens: Tensor | None,
         shared: Segments | None,
         output_attentions: bool,
         attention_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        key = split_heads(self.key(hidden_states), self.num_heads)
-        value = split_heads(self.value(hidden_states), self.num_heads)
+        key = split_heads(self.in_rows(self.key(hidden_states), mask, tokens), self.num_heads)
+        value = split_heads(self.in_rows(self.value(hidden_states), mask, tokens), self.num_heads)
         options = {"num_landmarks": self.config.num_landmarks, "pinv_iterations": self.config.pinv_iterations}
         attentions = None
         if output_attentions:
