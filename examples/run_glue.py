@@ -4,23 +4,19 @@
     python examples/run_glue.py --model_name_or_path MODEL --task_name mrpc --output_dir outputs/mrpc
 
 loads the task from the Hub; --train_file, --validation_file and --test_file read it from files with GLUE's columns
-instead. Without --task_name the columns are those of --text_column_names and --label_column_name.
+instead. Without --task_name the columns are those of --text_column_names and --label_column_name. --grid runs at
+several values of flags, such as learning_rate=2e-5,3e-5 seed=0,1,2, and prints mean and standard deviation.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import HfArgumentParser
-
-from nystrom_models.data.glue import GLUE_TASKS, load_glue
-from nystrom_models.training.finetuning import (
-    FinetuningArguments,
-    FinetuningOptimizationArguments,
-    finetune,
-    load_data,
-    load_splits,
-)
+from nystrom_models.data.glue import GLUE_REPOSITORY, GLUE_TASKS, load_glue
+from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.finetuning import FinetuningArguments, FinetuningOptimizationArguments, finetune
+from nystrom_models.training.grid import finetune_grid
+from nystrom_models.training.splits import load_data, load_splits
 
 
 @dataclass(kw_only=True)
@@ -55,6 +51,11 @@ class GlueArguments(FinetuningArguments):
         if self.task_name != "mnli" and (self.validation_mismatched_file or self.test_mismatched_file):
             raise ValueError("Mismatched sets are MNLI's alone: --task_name mnli.")
 
+    def hub_dataset(self) -> tuple[str | None, str | None]:
+        if self.task_name is not None and not self.train_file:
+            return GLUE_REPOSITORY, self.task_name
+        return super().hub_dataset()
+
 
 def load_glue_splits(args: GlueArguments):
     """The splits of a GLUE task, from the Hub or from files."""
@@ -73,11 +74,11 @@ def load_glue_splits(args: GlueArguments):
 
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
-    parser = HfArgumentParser((GlueArguments, FinetuningOptimizationArguments))  # type: ignore[arg-type]
-    arguments, optimization = parser.parse_args_into_dataclasses(args)
+    arguments, optimization = parse_arguments((GlueArguments, FinetuningOptimizationArguments), args, __doc__)
+    run = finetune if arguments.grid is None else finetune_grid
     if arguments.task_name is None:
-        return finetune(arguments, optimization, arguments.task(), load_data(arguments))
-    return finetune(arguments, optimization, GLUE_TASKS[arguments.task_name], load_glue_splits(arguments))
+        return run(arguments, optimization, arguments.task(), load_data(arguments, arguments.test_file))
+    return run(arguments, optimization, GLUE_TASKS[arguments.task_name], load_glue_splits(arguments))
 
 
 if __name__ == "__main__":

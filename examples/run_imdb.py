@@ -11,14 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import HfArgumentParser
-
-from nystrom_models.training.finetuning import (
-    FinetuningArguments,
-    FinetuningOptimizationArguments,
-    finetune,
-    load_data,
-)
+from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.finetuning import FinetuningArguments, FinetuningOptimizationArguments, finetune
+from nystrom_models.training.grid import finetune_grid
+from nystrom_models.training.splits import load_data
 
 
 @dataclass(kw_only=True)
@@ -33,9 +29,9 @@ class ImdbArguments(FinetuningArguments):
 
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
-    parser = HfArgumentParser((ImdbArguments, FinetuningOptimizationArguments))  # type: ignore[arg-type]
-    arguments, optimization = parser.parse_args_into_dataclasses(args)
-    return finetune(arguments, optimization, arguments.task(), load_data(arguments))
+    arguments, optimization = parse_arguments((ImdbArguments, FinetuningOptimizationArguments), args, __doc__)
+    run = finetune if arguments.grid is None else finetune_grid
+    return run(arguments, optimization, arguments.task(), load_data(arguments, arguments.test_file))
 
 
 if __name__ == "__main__":

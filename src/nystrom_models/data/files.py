@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 # What each ending is read by, and how. A mixed-type column is an error, and "NA" or "null" in a CSV file is a text.
@@ -77,20 +77,24 @@ def _check_lines(path: str) -> None:
             pass
 
 
-def _load(names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None) -> Dataset:
+def _load(
+    names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None, streaming: bool
+) -> Dataset | IterableDataset:
     if ending == ".parquet" and any(name.endswith(".gz") for name in names):
         # `datasets` cannot read these. Parquet compresses its columns already, so that they are rare.
         parts = []
         for name in names:
             with _open(name) as file:
                 parts.append(Dataset(pq.read_table(pa.BufferReader(file.read()))))
-        return concatenate_datasets(parts)
+        rows = concatenate_datasets(parts)
+        return rows.to_iterable_dataset() if streaming else rows
     builder, options = FORMATS[ending]
     return load_dataset(
         builder,
         data_files={"train": [os.path.abspath(name) for name in names]},
         split="train",
         cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+        streaming=streaming,
         **options,
     )
 
@@ -99,7 +103,8 @@ def load_files(
     paths: str | os.PathLike | Sequence[str | os.PathLike],
     flag: str = "--train_file",
     cache_dir: str | os.PathLike | None = None,
-) -> Dataset:
+    streaming: bool = False,
+) -> Any:
     """Reads one file or several of one format as one data set.
 
     Args:
@@ -107,6 +112,7 @@ def load_files(
             (with a header; an empty field is missing) or `.parquet`, each also compressed as `.gz`; in UTF-8.
         flag: where the paths were given, for error messages.
         cache_dir: where `datasets` keeps its files; its own default if not given.
+        streaming: gives an `IterableDataset`, which reads the files when it is gone through, and no `Dataset`.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -131,7 +137,9 @@ def load_files(
         if empty:
             raise ValueError(f"{name}, given by {flag}, is empty.")
     try:
-        dataset = _load(names, endings.pop(), cache_dir)
+        dataset = _load(names, endings.pop(), cache_dir, streaming)
+        if isinstance(dataset, IterableDataset):
+            return dataset
         dataset.data.table.validate(full=True)  # the JSON reader lets pass what is not UTF-8
     except (DatasetsError, EOFError, TypeError, ValueError, zlib.error) as error:
         for name in names:

@@ -25,6 +25,8 @@ def _task(
     )
 
 
+GLUE_REPOSITORY = "nyu-mll/glue"
+
 GLUE_TASKS: dict[str, TextTask] = {
     task.metric: task
     for task in (
@@ -44,4 +46,4 @@ GLUE_TASKS: dict[str, TextTask] = {
 def load_glue(task_name: str, cache_dir: str | os.PathLike | None = None) -> Mapping[str, Dataset]:
     """The splits of a GLUE task from the Hub: `train`, `validation` and `test`, the last two by `_matched` and
     `_mismatched` for `"mnli"`. The labels of the test sets are hidden."""
-    return load_dataset("nyu-mll/glue", task_name, cache_dir=None if cache_dir is None else os.fspath(cache_dir))
+    return load_dataset(GLUE_REPOSITORY, task_name, cache_dir=None if cache_dir is None else os.fspath(cache_dir))

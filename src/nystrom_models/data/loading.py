@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
@@ -78,6 +78,22 @@ def train_dataloader(
         dataset,
         batch_size=per_device_train_batch_size,
         sampler=LengthGroupedBatches(dataset[length_column], total, seed),
+        collate_fn=collate_fn,
+        drop_last=True,
+        num_workers=num_workers,
+    )
+
+
+def stream_dataloader(
+    dataset: IterableDataset,
+    collate_fn: Callable[[Any], Any],
+    per_device_train_batch_size: int,
+    num_workers: int = 0,
+) -> DataLoader:
+    """Batches of a stream in its own order; the incomplete last one is left out. Rows are not grouped by length."""
+    return DataLoader(
+        dataset.with_format(None),
+        batch_size=per_device_train_batch_size,
         collate_fn=collate_fn,
         drop_last=True,
         num_workers=num_workers,

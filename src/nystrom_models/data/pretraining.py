@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from tokenizers import Encoding
 from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
@@ -130,6 +130,27 @@ def build_pretraining_examples(
     return rows
 
 
+def _check_options(
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    short_seq_prob: float,
+    text_column: str,
+    column_names: Sequence[str],
+) -> None:
+    if text_column not in column_names:
+        raise ValueError(f"text_column={text_column!r} does not exist; the columns are {list(column_names)}.")
+    if not tokenizer.is_fast:
+        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it, because words are counted.")
+    num_special = tokenizer.num_special_tokens_to_add(pair=True)
+    if not num_special + 2 <= max_length <= tokenizer.model_max_length:
+        raise ValueError(
+            f"max_length must lie between {num_special + 2}, the shortest pair, and {tokenizer.model_max_length}, the "
+            f"tokenizer's model_max_length, but is {max_length}."
+        )
+    if not 0 <= short_seq_prob <= 1:
+        raise ValueError(f"short_seq_prob must lie between 0 and 1, for example 0.1, but is {short_seq_prob}.")
+
+
 def pretraining_dataset(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -165,18 +186,7 @@ def pretraining_dataset(
         ValueError: if `max_length` leaves no room for a pair or exceeds the tokenizer's limit, `short_seq_prob` is no
             probability, `text_column` does not exist, the tokenizer is not a fast one, or no example comes out.
     """
-    if text_column not in dataset.column_names:
-        raise ValueError(f"text_column={text_column!r} does not exist; the columns are {dataset.column_names}.")
-    if not tokenizer.is_fast:
-        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it, because words are counted.")
-    num_special = tokenizer.num_special_tokens_to_add(pair=True)
-    if not num_special + 2 <= max_length <= tokenizer.model_max_length:
-        raise ValueError(
-            f"max_length must lie between {num_special + 2}, the shortest pair, and {tokenizer.model_max_length}, the "
-            f"tokenizer's model_max_length, but is {max_length}."
-        )
-    if not 0 <= short_seq_prob <= 1:
-        raise ValueError(f"short_seq_prob must lie between 0 and 1, for example 0.1, but is {short_seq_prob}.")
+    _check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
     examples = dataset.map(
         partial(
             build_pretraining_examples,
@@ -195,6 +205,46 @@ def pretraining_dataset(
     if len(examples) == 0:
         raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents holds no text.")
     return examples.add_column("index", np.arange(len(examples)))
+
+
+def pretraining_stream(
+    dataset: IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    short_seq_prob: float = 0.1,
+    seed: int = 0,
+    text_column: str = "text",
+    buffer_size: int = 10_000,
+) -> IterableDataset:
+    """[`pretraining_dataset`] of a stream: examples are built while it is read, and drawn from a buffer of
+    `buffer_size`, in another order in every epoch.
+
+    Raises:
+        ValueError: as [`pretraining_dataset`] does, and if the stream holds no document.
+    """
+    first = next(iter(dataset), None)
+    if first is None:
+        raise ValueError("The stream of documents is empty.")
+    columns = list(first)
+    _check_options(tokenizer, max_length, short_seq_prob, text_column, columns)
+    examples = dataset.map(
+        build_pretraining_examples,
+        with_indices=True,
+        batched=True,
+        batch_size=100,
+        remove_columns=columns,
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "max_length": max_length,
+            "short_seq_prob": short_seq_prob,
+            "seed": seed,
+            "text_column": text_column,
+        },
+    )
+    examples = examples.map(
+        lambda rows, indices: {**rows, "index": list(indices)}, with_indices=True, batched=True, batch_size=100
+    )
+    return examples.shuffle(seed, buffer_size=buffer_size)
 
 
 @dataclass

@@ -72,7 +72,7 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     if iter(texts) is texts:
-        texts = list(texts)  # type: ignore[assignment]
+        texts = list(texts)
     # The trainer would number these in the order of a hash map, another in every process, and break ties between
     # merges by their numbers: two runs would give two vocabularies.
     continuations = _continuations(

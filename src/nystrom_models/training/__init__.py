@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training core that the example scripts share."""
 
+from .arguments import DataArguments, RunArguments, parse_arguments
 from .checkpoints import CheckpointArguments, find_checkpoint, list_checkpoints
 from .loop import TrainingState, create_accelerator, evaluate, num_training_steps, save_pretrained, train
 from .objectives import ClassificationObjective, Objective, PretrainingObjective
@@ -9,9 +10,11 @@ from .optimization import OptimizationArguments, create_optimizer, create_schedu
 __all__ = [
     "CheckpointArguments",
     "ClassificationObjective",
+    "DataArguments",
     "Objective",
     "OptimizationArguments",
     "PretrainingObjective",
+    "RunArguments",
     "TrainingState",
     "create_accelerator",
     "create_optimizer",
@@ -20,6 +23,7 @@ __all__ = [
     "find_checkpoint",
     "list_checkpoints",
     "num_training_steps",
+    "parse_arguments",
     "save_pretrained",
     "train",
 ]

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 import torch.nn.functional as F
-import transformers
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedTokenizerBase,
-    set_seed,
 )
 
 from ..data.classification import (
@@ -33,14 +30,14 @@ from ..data.classification import (
     classification_dataset,
     require_column,
 )
-from ..data.files import load_files
 from ..data.loading import eval_dataloader, train_dataloader
 from ..data.metrics import load_metric
-from .checkpoints import CheckpointArguments
-from .loop import create_accelerator, save_pretrained, train
+from .arguments import DataArguments, RunArguments
+from .loop import log_figures, save_pretrained, train
 from .objectives import ClassificationObjective, RegressionObjective
 from .optimization import OptimizationArguments
-from .results import write_results
+from .run import finish_run, prepare_model, start_run
+from .splits import sample
 
 
 @dataclass
@@ -51,21 +48,11 @@ class FinetuningOptimizationArguments(OptimizationArguments):
 
 
 @dataclass(kw_only=True)
-class FinetuningArguments(CheckpointArguments):
+class FinetuningArguments(RunArguments, DataArguments):
     """Model, data and output, under the names of Transformers' example scripts."""
 
     model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the pretrained model."})
-    output_dir: str = field(metadata={"help": "Everything is written here."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
-    validation_split: str = field(
-        default="validation", metadata={"help": "Split of --dataset_name to evaluate on, if not validation."}
-    )
-    train_file: list[str] | None = field(
-        default=None, metadata={"help": "Files to train on: .txt, .jsonl, .csv or .parquet, each also .gz."}
-    )
-    validation_file: list[str] | None = field(default=None, metadata={"help": "Files to evaluate on."})
     test_file: list[str] | None = field(default=None, metadata={"help": "Files to write predictions for."})
     text_column_names: list[str] | None = field(
         default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
@@ -78,22 +65,20 @@ class FinetuningArguments(CheckpointArguments):
     truncation_strategy: TruncationStrategy = field(
         default="head", metadata={"help": "What is kept of a longer text: its head, its tail, or half of each."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random sample of so many rows."})
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on a random sample of so many rows of each validation set."}
-    )
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Replace a classifier that the model has for other classes."}
     )
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
-    seed: int = field(default=0, metadata={"help": "Of new weights, dropout, samples and order."})
+    grid: list[str] | None = field(
+        default=None, metadata={"help": "Run at each of several values: learning_rate=2e-5,3e-5 seed=0,1,2"}
+    )
 
     def __post_init__(self):
-        super().__post_init__()
-        for name in ("max_length", "max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, but is {value}.")
+        RunArguments.__post_init__(self)
+        DataArguments.__post_init__(self)
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"--max_length must be at least 1, but is {self.max_length}.")
+        if self.grid is not None and self.push_to_hub:
+            raise ValueError("--grid trains many models: leave out --push_to_hub, and upload the best one.")
 
     def task(self) -> TextTask:
         """The task of data that are no known benchmark."""
@@ -103,35 +88,6 @@ class FinetuningArguments(CheckpointArguments):
             regression=self.do_regression,
             metric="regression" if self.do_regression else "classification",
         )
-
-
-def load_splits(files: Mapping[str, Sequence[str] | None], cache_dir: str | None = None) -> dict[str, Dataset]:
-    """Data sets by split, of those that files are given for; the flag of a split is `--{split}_file`."""
-    return {
-        split: load_files(paths, f"--{split}_file", cache_dir) for split, paths in files.items() if paths is not None
-    }
-
-
-def load_data(args: FinetuningArguments) -> dict[str, Dataset]:
-    """The splits `train`, `validation` and `test` from files, or else from `--dataset_name`."""
-    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
-    if args.dataset_name is None:
-        return load_splits(files, args.cache_dir)
-    if given := [f"--{split}_file" for split, paths in files.items() if paths is not None]:
-        raise ValueError(f"Either --dataset_name or files, but both are given: {', '.join(given)}.")
-    found = datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
-    for split in ("train", args.validation_split):
-        if split not in found:
-            raise ValueError(
-                f"{args.dataset_name} has no split {split!r}, but {list(found)}: --validation_split names the one to "
-                "evaluate on."
-            )
-    splits = {"train": found["train"], "validation": found[args.validation_split]}
-    return splits | ({"test": found["test"]} if "test" in found and args.validation_split != "test" else {})
-
-
-def _sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
-    return dataset if size is None or size >= len(dataset) else dataset.shuffle(seed).select(range(size))
 
 
 def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
@@ -149,6 +105,11 @@ def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[s
     if len(names) < 2:
         raise ValueError(f"The train set has one label alone, {names}: there is nothing to tell apart.")
     return ids, names
+
+
+def _has_labels(dataset: Dataset, task: TextTask) -> bool:
+    """Whether a test set says its labels; benchmarks give -1, or no such column, where they are hidden."""
+    return task.label_column in dataset.column_names and not set(dataset.unique(task.label_column)) <= {-1, None}
 
 
 def _max_length(requested: int | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -227,19 +188,20 @@ def finetune(
 ) -> dict[str, dict[str, Any]]:
     """Fine-tunes a pretrained model, evaluates it, and writes predictions.
 
-    In `--output_dir` it leaves model and tokenizer, `all_results.json`, a prediction file for each test set, and the
-    checkpoints asked for. A run that SIGTERM ends leaves its checkpoint alone, to go on from.
+    In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
+    card, a prediction file for each test set, and the checkpoints asked for. A run that SIGTERM ends leaves its
+    checkpoint alone, to go on from.
 
     Args:
         args: model, lengths, seed and output.
         optimization: optimizer, schedule and length of the run.
         task: what the columns mean.
         splits: `train`, any number of sets to evaluate on that start with `validation`, and of sets to predict that
-            start with `test`, of which no labels are read.
+            start with `test`, whose labels are read where they are known: then there are scores of it, too.
 
     Returns:
-        The loss and metrics of every validation set by its name, and the figures of `train`, which stand alone
-        after SIGTERM.
+        The loss and metrics of every validation set, and of every test set with labels, by its name, and the figures
+        of `train`, which stand alone after SIGTERM.
 
     Raises:
         ValueError: if a split is missing, `--max_length` is more than the model takes, or the data do not fit the
@@ -251,13 +213,7 @@ def finetune(
             f"Data to train on and to validate on are needed (--train_file, --validation_file), but given are "
             f"{list(splits) or 'none'}."
         )
-    os.makedirs(args.output_dir, exist_ok=True)
-    accelerator = create_accelerator(optimization.gradient_accumulation_steps)
-    if not accelerator.is_main_process:
-        datasets.disable_progress_bars()
-        transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()
-    set_seed(args.seed)
+    accelerator = start_run(args, optimization)
 
     where = {split: f"the {split.replace('_', ' ')} set" for split in splits}
     for split, dataset in splits.items():
@@ -279,14 +235,15 @@ def finetune(
     args = replace(args, max_length=max_length)
 
     sizes = {"train": args.max_train_samples, "validation": args.max_eval_samples}
+    labelled = {split for split in splits if not split.startswith("test") or _has_labels(splits[split], task)}
     with accelerator.main_process_first():
         rows = {
             split: classification_dataset(
-                _sample(dataset, sizes.get(split.split("_")[0]), args.seed),
+                sample(dataset, sizes.get(split.split("_")[0]), args.seed),
                 tokenizer,
                 max_length,
                 task.text_columns,
-                None if split.startswith("test") else task.label_column,
+                task.label_column if split in labelled else None,
                 ids,
                 task.regression,
                 args.truncation_strategy,
@@ -300,8 +257,27 @@ def finetune(
     model = AutoModelForSequenceClassification.from_pretrained(
         args.model_name_or_path, config=config, ignore_mismatched_sizes=args.ignore_mismatched_sizes
     )
+    prepare_model(model, args)
     collator = ClassificationCollator(tokenizer)
     batch_size = optimization.per_device_train_batch_size
+
+    def score(model: nn.Module, split: str) -> tuple[Tensor, dict[str, float]]:
+        """The logits of a split and, where labels are known, loss and metrics."""
+        loader = eval_dataloader(rows[split], collator, optimization.per_device_eval_batch_size)
+        logits = predict(accelerator, model, loader, desc=f"Predicting {where[split]}")
+        if split not in labelled:
+            return logits, {}
+        with accelerator.main_process_first():
+            return logits, evaluate_predictions(task, logits, torch.tensor(list(rows[split]["labels"])))
+
+    def held_out(model: nn.Module) -> dict[str, float]:
+        return {
+            # validation_matched/accuracy where there is more than one set
+            name if len(validation) == 1 else f"{split}/{name}": value
+            for split in validation
+            for name, value in score(model, split)[1].items()
+        }
+
     state = train(
         accelerator,
         model,
@@ -312,32 +288,51 @@ def finetune(
             batch_size,
             batch_size * accelerator.num_processes * optimization.gradient_accumulation_steps,
             args.seed,
+            num_workers=args.dataloader_num_workers,
         ),
         optimization,
-        desc="Fine-tuning",
-        checkpoints=args,
+        args.logging_steps,
+        "Fine-tuning",
+        args,
+        held_out,
+        args.eval_every,
     )
-    figures = {"steps": state.step, "seconds": state.seconds, "tokens_per_second": state.tokens_per_second}
-    results: dict[str, dict[str, Any]] = {"train": figures}
+    results: dict[str, dict[str, Any]] = {"train": state.figures()}
     if state.interrupted:
         accelerator.print(f"Stopped after step {state.step}; --resume_from_checkpoint latest goes on.")
         return results
     # Saved first: what follows cannot cost the training.
     save_pretrained(accelerator, state.model, tokenizer, args.output_dir)
 
+    metrics: dict[str, float] = {}
     for split in rows:
         if split == "train":
             continue
-        loader = eval_dataloader(rows[split], collator, optimization.per_device_eval_batch_size)
-        logits = predict(accelerator, state.model, loader, desc=f"Predicting {where[split]}")
+        logits, scores = score(state.model, split)
+        if scores:
+            results[split] = scores
         if split in validation:
-            with accelerator.main_process_first():
-                results[split] = evaluate_predictions(task, logits, torch.tensor(list(rows[split]["labels"])))
+            prefix = "" if len(validation) == 1 else f"{split}/"
+            metrics |= {f"{prefix}{name}": value for name, value in scores.items()}
         elif accelerator.is_main_process:
             name = task.prediction_files.get(split, f"{split}_predictions.tsv")
             write_predictions(Path(args.output_dir, name), task, logits, label_names)
-    if accelerator.is_main_process:
-        write_results(args.output_dir, results, args, optimization)
-    accelerator.wait_for_everyone()
-    accelerator.free_memory()
+    log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()})
+    finish_run(
+        accelerator,
+        state,
+        results,
+        (args, optimization),
+        metrics={name: value for name, value in metrics.items() if not name.endswith("loss")},
+        data=(
+            f"Fine-tuned on {len(rows['train']):,} rows of {args.data_source()}, and evaluated on "
+            f"{sum(len(rows[split]) for split in validation):,} rows of its "
+            f"{' and '.join(split.replace('_', ' ') for split in validation)} set{'s' if len(validation) > 1 else ''}."
+        ),
+        base_model=args.model_name_or_path,
+        dataset_name=args.hub_dataset()[0],
+        dataset_config_name=args.hub_dataset()[1],
+        dataset_split=args.validation_split if validation == ["validation"] else ", ".join(validation),
+        example=("Replace this text by your own.", "And this one, too.") if len(task.text_columns) > 1 else None,
+    )
     return results

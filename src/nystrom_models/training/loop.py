@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop, one for pretraining and fine-tuning."""
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -56,6 +57,10 @@ class TrainingState:
         """Tokens trained on a second, padding not counted."""
         return self.num_tokens / self.seconds if self.seconds else math.nan
 
+    def figures(self) -> dict[str, float]:
+        """What `all_results.json` says of the training."""
+        return {"steps": self.step, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+
 
 @dataclass
 class _MicroBatch:
@@ -64,29 +69,49 @@ class _MicroBatch:
     batch: Batch
 
 
-def _micro_batches(accelerator: Accelerator, dataloader: DataLoader, skip: int = 0) -> Iterator[_MicroBatch]:
-    """Batches without end, after the first `skip`."""
-    epoch, first = divmod(skip, len(dataloader))
+def _micro_batches(
+    accelerator: Accelerator, dataloader: DataLoader, epoch: int = 0, first: int = 0
+) -> Iterator[_MicroBatch]:
+    """Batches without end, from the one of number `first` in `epoch`."""
     while True:
         for part in (dataloader, dataloader.collate_fn):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         batches = iter(accelerator.skip_first_batches(dataloader, first) if first else dataloader)
-        for index in range(first, len(dataloader)):
+        for index in itertools.count(first):
             # PyTorch draws a seed when it begins an epoch: not from the state that dropout draws from, so that a run
             # resumed within the epoch goes on with the same numbers.
             with torch.random.fork_rng(devices=[], enabled=index == first):
-                batch = next(batches)
+                batch = next(batches, None)
+            if batch is None:
+                break
             yield _MicroBatch(epoch, index, batch)
-        # Lets Accelerate's loader note that the epoch is over.
-        next(batches, None)
+        if index == 0:
+            raise ValueError("The training set gives no batch: it has fewer rows than --per_device_train_batch_size.")
         epoch, first = epoch + 1, 0
+
+
+def _num_batches(dataloader: DataLoader) -> int | None:
+    """Of an epoch; None for a stream, which does not tell."""
+    return None if isinstance(dataloader.dataset, torch.utils.data.IterableDataset) else len(dataloader)
+
+
+def steps_per_epoch(dataloader: DataLoader, args: OptimizationArguments) -> int:
+    """Optimizer steps, rounded up, of a pass over `dataloader`, which is a prepared one.
+
+    Raises:
+        ValueError: if it is a stream, whose length nobody knows.
+    """
+    if (num_batches := _num_batches(dataloader)) is None:
+        raise ValueError("A stream does not tell its length: give --max_train_steps and --eval_strategy no or steps.")
+    return max(1, math.ceil(num_batches / args.gradient_accumulation_steps))
 
 
 def num_training_steps(dataloader: DataLoader, args: OptimizationArguments) -> int:
     """Optimizer steps of a run over `dataloader`, which is a prepared one."""
     if args.max_train_steps is not None:
         return args.max_train_steps
+    steps_per_epoch(dataloader, args)  # refuses a stream
     return max(1, math.ceil(args.num_train_epochs * len(dataloader) / args.gradient_accumulation_steps))
 
 
@@ -99,6 +124,8 @@ def train(
     logging_steps: int = 10,
     desc: str = "Training",
     checkpoints: CheckpointArguments | None = None,
+    evaluation: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    eval_every: int | Literal["epoch"] | None = None,
 ) -> TrainingState:
     """Trains `model`, in place.
 
@@ -115,6 +142,8 @@ def train(
         desc: text beside the progress bar.
         checkpoints: where and when to save, and from where to go on. A resumed run takes the same steps as one that
             was never stopped. SIGTERM saves a checkpoint after the step under way and ends the run.
+        evaluation: gives the held-out figures of the prepared model; they are logged with `eval_` before their names.
+        eval_every: steps between evaluations. There is none at the end: it is for the caller, once the model is saved.
 
     Returns:
         The prepared model and what was done, with the logged figures in `history`; `interrupted` after a SIGTERM.
@@ -134,6 +163,8 @@ def train(
     model, optimizer, dataloader = accelerator.prepare(model, create_optimizer(model, args), dataloader)
     total_steps = num_training_steps(dataloader, args)
     scheduler = accelerator.prepare(create_scheduler(optimizer, args, total_steps))
+    if eval_every == "epoch":
+        eval_every = steps_per_epoch(dataloader, args)
 
     state = TrainingState(model)
     window = Sums(accelerator)  # since the last log
@@ -141,8 +172,9 @@ def train(
     settings = {
         **{f"--{name}": value for name, value in asdict(args).items() if name != "per_device_eval_batch_size"},
         "the number of processes": accelerator.num_processes,
-        "the number of batches of an epoch": len(dataloader),
+        "the number of batches of an epoch": _num_batches(dataloader),
     }
+    epoch = first = 0  # of the next micro-batch
     resume_from = None if checkpoints is None else find_checkpoint(checkpoints)
     if resume_from is not None:
         progress = load_checkpoint(accelerator, resume_from, settings)
@@ -152,7 +184,8 @@ def train(
             num_tokens += progress["num_tokens"]
             window.load(progress["window"])
         accelerator.print(f"Going on from {resume_from}")
-    stream = _micro_batches(accelerator, dataloader, state.step * accumulation)
+        epoch, first = progress["epoch"], progress["batch"]
+    stream = _micro_batches(accelerator, dataloader, epoch, first)
 
     save_every = None if checkpoints is None else checkpoints.checkpointing_steps
 
@@ -162,6 +195,8 @@ def train(
         progress = {
             "settings": settings,
             "step": state.step,
+            "epoch": epoch,
+            "batch": first,
             "seconds": state.seconds,
             "num_tokens": int(accelerator.reduce(num_tokens, "sum")),
             "history": state.history,
@@ -178,6 +213,7 @@ def train(
     with StopSignal() if checkpoints is not None else nullcontext(StopSignal()) as stop:
         while state.step < total_steps:
             micro_batches = [next(stream) for _ in range(accumulation)]
+            epoch, first = micro_batches[-1].epoch, micro_batches[-1].index + 1
             targets = [objective.num_targets(micro_batch.batch) for micro_batch in micro_batches]
             total_targets = accelerator.reduce(
                 {name: torch.stack([counts[name] for counts in targets]).sum() for name in targets[0]}, "sum"
@@ -231,9 +267,17 @@ def train(
                 shown = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)]
                 bar.set_postfix_str(", ".join([*shown, f"{state.tokens_per_second:,.0f} tokens/s"]))
                 figures |= {"learning_rate": scheduler.get_last_lr()[0], "tokens_per_second": state.tokens_per_second}
-                accelerator.log(figures, step=state.step)
-                state.history.append({"step": state.step, **figures})
+                log_figures(accelerator, state, figures)
                 window = Sums(accelerator)
+            if evaluation is not None and eval_every and state.step % eval_every == 0 and state.step < total_steps:
+                paused = time.perf_counter()
+                with torch.random.fork_rng(devices=[]):  # from which a loader draws a seed
+                    figures = {f"eval_{name}": value for name, value in evaluation(model).items()}
+                log_figures(accelerator, state, figures)
+                if accelerator.is_main_process:
+                    shown = [f"{name} {value:.4g}" for name, value in figures.items()]
+                    bar.write(f"Step {state.step}: {', '.join(shown)}")
+                start += time.perf_counter() - paused
             if signals or (save_every is not None and state.step % save_every == 0):
                 save()
             if signals:
@@ -242,6 +286,12 @@ def train(
                 break
     bar.close()
     return state
+
+
+def log_figures(accelerator: Accelerator, state: TrainingState, figures: Mapping[str, float]) -> None:
+    """Hands figures of the present step to the trackers, and keeps them in the history."""
+    accelerator.log(dict(figures), step=state.step)
+    state.history.append({"step": state.step, **figures})
 
 
 class Sums:
@@ -307,5 +357,7 @@ def save_pretrained(
         output_dir, is_main_process=accelerator.is_main_process, state_dict=state_dict
     )
     if accelerator.is_main_process:
+        # AutoTokenizer will load it by the general class, which must be told about BERT's token types.
+        tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
         tokenizer.save_pretrained(output_dir)
     accelerator.wait_for_everyone()

@@ -25,28 +25,52 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def write_json(path: Path, content: Any, lines: bool = False) -> None:
+    """Writes a JSON file, complete or not at all; with `lines`, an item of `content` a line. NaN becomes null."""
+    content = _json(content)
+    parts = [json.dumps(item, allow_nan=False) for item in content] if lines else [json.dumps(content, indent=2)]
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text("".join(part + "\n" for part in parts), encoding="utf-8")
+    aside.replace(path)
+
+
+def results_content(results: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
+    """What [`write_results`] writes, as it reads back."""
+    return _json(
+        {
+            "results": results,
+            "arguments": {
+                name: value
+                for part in arguments
+                for name, value in asdict(part).items()
+                if not name.endswith("_token")
+            },
+            "versions": {
+                "python": platform.python_version(),
+                "nystrom_models": __version__,
+                **{name: version(name) for name in PACKAGES},
+            },
+        }
+    )
+
+
+def read_results(output_dir: str | os.PathLike) -> dict[str, Any] | None:
+    """What [`write_results`] wrote in `output_dir`; None where there is nothing."""
+    path = Path(output_dir, "all_results.json")
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def write_results(output_dir: str | os.PathLike, results: Mapping[str, Any], *arguments: Any) -> Path:
     """Writes `all_results.json`, complete or not at all.
 
     Args:
         output_dir: an existing folder.
         results: figures, in any nesting; NaN is written as null.
-        arguments: dataclasses, all of whose fields are written.
+        arguments: dataclasses, whose fields are written, but for those whose name ends in `_token`: they are secret.
 
     Returns:
         The file: an object with `results`, `arguments` and `versions`.
     """
-    content = {
-        "results": results,
-        "arguments": {name: value for part in arguments for name, value in asdict(part).items()},
-        "versions": {
-            "python": platform.python_version(),
-            "nystrom_models": __version__,
-            **{name: version(name) for name in PACKAGES},
-        },
-    }
     path = Path(output_dir, "all_results.json")
-    aside = path.with_suffix(".json.tmp")
-    aside.write_text(json.dumps(_json(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_json(path, results_content(results, *arguments))
     return path

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a WordPiece tokenizer, as BERT has one, on the documents that a model is to be pretrained on.
+
+    python examples/train_tokenizer.py --train_file corpus.txt --vocab_size 30000 --output_dir outputs/tokenizer
+
+--train_file and --dataset_name take what examples/run_pretraining.py takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from nystrom_models.data import TextBatches, load_files, train_tokenizer
+from nystrom_models.data.classification import require_column
+from nystrom_models.training.arguments import parse_arguments
+
+
+@dataclass(kw_only=True)
+class TokenizerArguments:
+    """Data, vocabulary and output."""
+
+    output_dir: str = field(metadata={"help": "The tokenizer is written here."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
+    train_file: list[str] | None = field(
+        default=None, metadata={"help": "Files of documents: .txt, .jsonl, .csv or .parquet, each also .gz."}
+    )
+    text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
+    streaming: bool = field(default=False, metadata={"help": "Read the documents twice and keep none."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many documents."})
+    vocab_size: int = field(default=30_000, metadata={"help": "Tokens, at most."})
+    min_frequency: int = field(default=2, metadata={"help": "How often two pieces must meet to become one."})
+    max_length: int = field(default=512, metadata={"help": "Tokens of a row, at most, of the model it is for."})
+    keep_case: bool = field(default=False, metadata={"help": "Keep capitals and accents."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
+
+    def __post_init__(self):
+        if (self.dataset_name is None) == (self.train_file is None):
+            raise ValueError("Give documents to train on by --train_file or by --dataset_name, and not by both.")
+        if self.max_train_samples is not None and self.max_train_samples < 1:
+            raise ValueError(f"--max_train_samples must be at least 1, but is {self.max_train_samples}.")
+
+
+def main(args: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
+    """Runs the script with command-line arguments, and returns the tokenizer that it saved."""
+    (arguments,) = parse_arguments((TokenizerArguments,), args, __doc__)
+    if arguments.train_file is not None:
+        documents = load_files(arguments.train_file, "--train_file", arguments.cache_dir, arguments.streaming)
+    else:
+        documents = datasets.load_dataset(
+            arguments.dataset_name,
+            arguments.dataset_config_name,
+            split="train",
+            cache_dir=arguments.cache_dir,
+            streaming=arguments.streaming,
+        )
+    if not arguments.streaming:
+        require_column(documents, arguments.text_column_name, "the documents")
+    if arguments.max_train_samples is not None:
+        documents = documents.take(arguments.max_train_samples)
+    tokenizer = train_tokenizer(
+        TextBatches(documents, arguments.text_column_name),
+        arguments.vocab_size,
+        arguments.max_length,
+        lowercase=not arguments.keep_case,
+        min_frequency=arguments.min_frequency,
+    )
+    tokenizer.save_pretrained(arguments.output_dir)
+    print(f"A tokenizer of {len(tokenizer):,} tokens is in {arguments.output_dir}")
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()

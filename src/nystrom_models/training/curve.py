@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training curves, of one run or of several side by side."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+# Beside the figures that are plotted; `learning_rate` and `tokens_per_second` are no measure of the model.
+_LABELS = {"loss": "loss", "accuracy": "accuracy", "mlm_loss": "MLM loss", "sop_loss": "SOP loss"}
+_LABELS |= {"mlm_accuracy": "MLM accuracy", "sop_accuracy": "SOP accuracy"}
+_HELD_OUT = "eval_"
+
+
+def read_history(output_dir: str | os.PathLike) -> list[dict[str, float]]:
+    """The logged figures that a run left in its `--output_dir`."""
+    path = Path(output_dir, "history.jsonl")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {output_dir} is not the --output_dir of a finished run.")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _series(history: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
+    points = [(row["step"], row[name]) for row in history if row.get(name) is not None and not math.isnan(row[name])]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def plot_history(histories: Mapping[str, Sequence[Mapping[str, float]]], path: str | os.PathLike) -> None:
+    """Draws losses and accuracies over the steps: a line for training, dots for held-out data.
+
+    Args:
+        histories: the logged figures of runs, by the name that each is shown under.
+        path: a .png, .svg or .pdf file.
+
+    Raises:
+        ValueError: if nothing was logged.
+    """
+    found = {name.removeprefix(_HELD_OUT) for history in histories.values() for row in history for name in row}
+    panels = [name for name in _LABELS if name in found]
+    if not panels:
+        raise ValueError("The runs logged no losses: train for at least --logging_steps steps.")
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained")
+    for number, name in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        for color, (label, history) in enumerate(histories.items()):
+            steps, values = _series(history, name)
+            axes.plot(steps, values, color=f"C{color}", linewidth=1, label=label if steps else None)
+            steps, values = _series(history, _HELD_OUT + name)
+            if steps:
+                label = f"{label}, held out" if len(histories) > 1 else "held out"
+                axes.plot(steps, values, "o--", color=f"C{color}", markersize=4, linewidth=0.8, label=label)
+        axes.set(xlabel="step", ylabel=_LABELS[name])
+        axes.grid(alpha=0.3)
+        if number == 0:
+            axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data sets of a run, by split, as its flags name them."""
+
+from collections.abc import Mapping, Sequence
+
+import datasets
+from datasets import Dataset, IterableDataset
+
+from ..data.files import load_files
+from .arguments import DataArguments
+
+
+def load_splits(files: Mapping[str, Sequence[str] | None], cache_dir: str | None = None) -> dict[str, Dataset]:
+    """Data sets by split, of those that files are given for; the flag of a split is `--{split}_file`."""
+    return {
+        split: load_files(paths, f"--{split}_file", cache_dir) for split, paths in files.items() if paths is not None
+    }
+
+
+def load_data(args: DataArguments, test_file: Sequence[str] | None = None) -> dict[str, Dataset]:
+    """The splits `train`, `validation` and `test` from files, or else from `--dataset_name`.
+
+    Raises:
+        ValueError: if both are given, or the data set has no such splits.
+    """
+    files = {"train": args.train_file, "validation": args.validation_file, "test": test_file}
+    if args.dataset_name is None:
+        return load_splits(files, args.cache_dir)
+    _refuse_both(files)
+    found = datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
+    for split in ("train", args.validation_split):
+        if split not in found:
+            raise ValueError(
+                f"{args.dataset_name} has no split {split!r}, but {list(found)}: --validation_split names the one to "
+                "evaluate on."
+            )
+    splits = {"train": found["train"], "validation": found[args.validation_split]}
+    return splits | ({"test": found["test"]} if "test" in found and args.validation_split != "test" else {})
+
+
+def _refuse_both(files: Mapping[str, Sequence[str] | None]) -> None:
+    if given := [f"--{split}_file" for split, paths in files.items() if paths is not None]:
+        raise ValueError(f"Either --dataset_name or files, but both are given: {', '.join(given)}.")
+
+
+def sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
+    """A random sample of `size` rows; all where that is None or more than there are."""
+    return dataset if size is None or size >= len(dataset) else dataset.shuffle(seed).select(range(size))
+
+
+def load_documents(
+    args: DataArguments, streaming: bool, validation_split_percentage: float, seed: int
+) -> dict[str, Dataset | IterableDataset]:
+    """Documents to pretrain on: `train`, a stream if asked for, and `validation`.
+
+    Where no data to validate on are given, documents of `train` are held out: a random `validation_split_percentage`
+    of them, or of a stream the first `--max_eval_samples`. `--max_train_samples` and `--max_eval_samples` bound both.
+
+    Raises:
+        ValueError: if no data are named, or both a data set and files, or if they hold too few documents.
+    """
+    files = {"train": args.train_file, "validation": args.validation_file}
+    if args.dataset_name is not None:
+        _refuse_both(files)
+        name, config = args.dataset_name, args.dataset_config_name
+        found = datasets.load_dataset(name, config, cache_dir=args.cache_dir, streaming=streaming)
+        if "train" not in found:
+            raise ValueError(f"--dataset_name {name} has no split 'train', but {list(found)}.")
+        train, validation = found["train"], found.get(args.validation_split)
+    else:
+        if args.train_file is None:
+            raise ValueError("Documents to train on are needed: --train_file FILE, or --dataset_name NAME.")
+        train = load_files(args.train_file, "--train_file", args.cache_dir, streaming)
+        validation = None
+        if args.validation_file is not None:
+            validation = load_files(args.validation_file, "--validation_file", args.cache_dir)
+    if streaming:
+        return _stream(args, train, validation)
+
+    if validation is None:
+        held_out = round(len(train) * validation_split_percentage / 100)
+        if not 0 < held_out < len(train):
+            raise ValueError(
+                f"--validation_split_percentage {validation_split_percentage:g} of {len(train)} documents holds out "
+                f"{held_out}: give --validation_file, or a percentage that leaves documents on both sides."
+            )
+        # Held out before any sample is taken: more documents to train on never bring in one of these.
+        parts = train.train_test_split(test_size=held_out, seed=seed)
+        train, validation = parts["train"], parts["test"]
+    return {
+        "train": sample(train, args.max_train_samples, seed),
+        "validation": sample(validation, args.max_eval_samples, seed),
+    }
+
+
+def _stream(
+    args: DataArguments, train: IterableDataset, validation: Dataset | IterableDataset | None
+) -> dict[str, Dataset | IterableDataset]:
+    if not isinstance(validation, Dataset):
+        if args.max_eval_samples is None:
+            raise ValueError(
+                "With --streaming, the documents to evaluate on must be counted: give --max_eval_samples 500, for "
+                "example, or --validation_file."
+            )
+        if validation is None:
+            validation, train = train.take(args.max_eval_samples), train.skip(args.max_eval_samples)
+        validation = Dataset.from_list(list(validation.take(args.max_eval_samples)))
+    elif args.max_eval_samples is not None:
+        validation = validation.select(range(min(len(validation), args.max_eval_samples)))
+    if args.max_train_samples is not None:
+        train = train.take(args.max_train_samples)
+    return {"train": train, "validation": validation}
