@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Before any import of triton, which reads it once: where there is no GPU, the kernels' tests interpret them.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("repeatable")
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the families with the Auto classes of Transformers."""
+"""Registers the families with the Auto classes of Transformers, and the kernels with the attention they compute."""
 
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from .models import modeling_linformer, modeling_nystromformer
+from .kernels import nystrom_attention_if_possible
+from .models import attention_nystrom, modeling_linformer, modeling_nystromformer
 from .models.configuration_linformer import LinformerConfig
 from .models.configuration_nystromformer import NystromformerConfig
 from .models.encoder import AUTO_CLASSES
@@ -16,7 +17,11 @@ FAMILIES = (
 
 
 def register() -> None:
-    """Make every Auto class give this package's classes, also for the built-in `nystromformer`, process-wide."""
+    """Make every Auto class give this package's classes, also for the built-in `nystromformer`, process-wide.
+
+    Nyström attention then uses the Triton kernels where they apply.
+    """
+    attention_nystrom.fast_kernels = nystrom_attention_if_possible
     for config_class, module in FAMILIES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         config_class.register_for_auto_class()

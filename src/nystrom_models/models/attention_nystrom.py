@@ -18,6 +18,7 @@ The i-th landmark of a row with L <= M tokens is its i-th token. There A⁺ B is
 is the exact attention, and so is the result.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -226,6 +227,11 @@ def _landmark_pinv(query_landmarks: Tensor, key_landmarks: Tensor, exists: Tenso
         return iterative_pinv(a, iterations)
 
 
+# Where faster kernels are, they are put here: same arguments, None where they do not apply. This file travels alone
+# with checkpoints, so it cannot import them.
+fast_kernels: Callable[..., Tensor | None] | None = None
+
+
 def nystrom_attention(
     query: Tensor,
     key: Tensor,
@@ -258,6 +264,20 @@ def nystrom_attention(
         # Not while tracing: the graph must hold for lengths on both sides of M.
         context = attend(query, key, value, mask, dropout_p)
     else:
+        if fast_kernels is not None and not is_tracing():
+            context = fast_kernels(
+                query,
+                key,
+                value,
+                mask,
+                num_landmarks=num_landmarks,
+                pinv_iterations=pinv_iterations,
+                conv_weight=conv_weight,
+                dropout_p=dropout_p,
+                segments=segments,
+            )
+            if context is not None:
+                return context
         if mask is None and is_tracing():
             mask = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
         if mask is None:

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels for Nyström attention on an NVIDIA GPU, in place of `nystrom_attention`'s PyTorch operations.
+
+`registration.py` hangs them on `attention_nystrom.fast_kernels`, and they are then used wherever they apply;
+`why_not` tells where they do not. The environment variable NYSTROM_MODELS_KERNELS=0 switches them off. Triton is
+imported at the first call that needs it, and the kernels are compiled at the first call of their sizes.
+
+Sums have a fixed order: the same inputs give the same result on the same device.
+
+Legend: B batch, H heads, N tokens, M landmarks, D head size. A mask is (B, N), bool, True at valid tokens.
+"""
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..models.attention_nystrom import Segments, landmark_segments
+from ..models.attention_ops import is_tracing
+
+logger = logging.get_logger(__name__)
+
+VARIABLE = "NYSTROM_MODELS_KERNELS"
+MAX_LANDMARKS = 128
+MAX_HEAD_SIZE = 128
+# Of the landmarks and channels, each rounded up to a power of two: what fits into 99 KiB of shared memory.
+MAX_LANDMARKS_TIMES_HEAD_SIZE = 8192
+
+# Tests add "cpu", where Triton interprets.
+_devices = {"cuda"}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# What a grid holds along its second dimension.
+_MAX_PROGRAMS = 65535
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def why_not(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    num_landmarks: int | None,
+    pinv_iterations: int = 6,
+    conv_weight: Tensor | None = None,
+    dropout_p: float = 0.0,
+    segments: Segments | None = None,
+) -> str | None:
+    """Why the kernels do not compute this attention, with what to change; None if they do.
+
+    Arguments are those of `nystrom_attention`.
+    """
+    if os.environ.get(VARIABLE, "1") == "0":
+        return f"{VARIABLE}=0 switches them off"
+    if is_tracing() or torch._C._are_functorch_transforms_active():
+        return (
+            "a graph is being recorded (torch.compile, torch.export) or transformed, and PyTorch's operations do that"
+        )
+    tensors = [tensor for tensor in (query, key, value, conv_weight) if tensor is not None]
+    device = query.device
+    if device.type not in _devices or any(tensor.device != device for tensor in tensors):
+        return f"they need tensors on one CUDA device, and there are some on {device}"
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return f"they need plain tensors, not {type(query).__name__}"
+    if not _has_triton():
+        return "the package triton is not installed: pip install triton"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "they were made for NVIDIA's GPUs and never tried on AMD's"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need a GPU of compute capability 8.0 (A100) or newer"
+    batch, heads, length, dim = query.shape
+    if num_landmarks is None or length <= num_landmarks:
+        return f"{length} tokens with num_landmarks={num_landmarks} get exact attention, which PyTorch has kernels for"
+    if num_landmarks > MAX_LANDMARKS:
+        return f"num_landmarks={num_landmarks} is more than the {MAX_LANDMARKS} that fit: choose at most that"
+    if dim > MAX_HEAD_SIZE:
+        return (
+            f"a head size of {dim} is more than the {MAX_HEAD_SIZE} that fit: raise num_attention_heads, hidden_size "
+            "staying the same"
+        )
+    if _power_of_two(num_landmarks) * _power_of_two(dim) > MAX_LANDMARKS_TIMES_HEAD_SIZE:
+        fitting = MAX_LANDMARKS_TIMES_HEAD_SIZE // _power_of_two(dim)
+        return f"num_landmarks={num_landmarks} do not fit with a head size of {dim}: choose at most {fitting}"
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes <= set(_DTYPES) or (len(dtypes) > 1 and not torch.is_autocast_enabled(device.type)):
+        return f"they take one dtype, float16, bfloat16 or float32, and not {', '.join(sorted(map(str, dtypes)))}"
+    if dropout_p > 0:
+        return f"they drop nothing, and attention_probs_dropout_prob is {dropout_p}: set it to 0 to train with them"
+    if batch * heads > _MAX_PROGRAMS:
+        return f"batch size times heads is {batch * heads}, above {_MAX_PROGRAMS}: take a smaller batch"
+    if max(length * tensor.stride(2) for tensor in (query, key, value)) >= 2**31:
+        return "an example has 2**31 elements or more"
+    return None
+
+
+def nystrom_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    num_landmarks: int | None,
+    pinv_iterations: int = 6,
+    conv_weight: Tensor | None = None,
+    dropout_p: float = 0.0,
+    segments: Segments | None = None,
+) -> Tensor:
+    """`attention_nystrom.nystrom_attention` by the kernels; differentiable once.
+
+    Raises ValueError where `why_not` has a reason.
+
+    Returns: (B, H, N, D), zero at invalid tokens; gradients that come in there are ignored.
+    """
+    reason = why_not(
+        query,
+        key,
+        value,
+        mask,
+        num_landmarks=num_landmarks,
+        pinv_iterations=pinv_iterations,
+        conv_weight=conv_weight,
+        dropout_p=dropout_p,
+        segments=segments,
+    )
+    if reason is not None or num_landmarks is None:
+        raise ValueError(f"The Triton kernels do not apply: {reason}.")
+    return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, segments)
+
+
+def nystrom_attention_if_possible(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    num_landmarks: int,
+    pinv_iterations: int = 6,
+    conv_weight: Tensor | None = None,
+    dropout_p: float = 0.0,
+    segments: Segments | None = None,
+) -> Tensor | None:
+    """The same, or None where the kernels do not apply. On a GPU the reason is logged, once."""
+    if query.device.type not in _devices or os.environ.get(VARIABLE, "1") == "0":
+        return None
+    reason = why_not(
+        query,
+        key,
+        value,
+        mask,
+        num_landmarks=num_landmarks,
+        pinv_iterations=pinv_iterations,
+        conv_weight=conv_weight,
+        dropout_p=dropout_p,
+        segments=segments,
+    )
+    if reason is not None:
+        logger.warning_once(f"Nyström attention without its Triton kernels: {reason}. {VARIABLE}=0 silences this.")
+        return None
+    return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, segments)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    num_landmarks: int,
+    pinv_iterations: int,
+    conv_weight: Tensor | None,
+    segments: Segments | None,
+) -> Tensor:
+    from .landmark_attention import landmark_attention
+    from .landmarks import landmarks
+    from .pseudo_inverse import pseudo_inverse
+    from .tiles import Rows
+    from .token_attention import token_attention
+
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        conv_weight = None if conv_weight is None else conv_weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        rows = None
+        if mask is not None:
+            rows = Rows.of(mask, landmark_segments(mask, num_landmarks) if segments is None else segments)
+        query_landmarks, key_landmarks = landmarks(query, key, num_landmarks, rows)
+        inverse = pseudo_inverse(query_landmarks, key_landmarks, pinv_iterations, rows)
+        seen = landmark_attention(query_landmarks, key, value, rows)
+        landmark_values = (inverse @ seen).to(value.dtype)
+        return token_attention(query, key_landmarks, landmark_values, value, conv_weight, rows)
+
+
+__all__ = ["MAX_HEAD_SIZE", "MAX_LANDMARKS", "VARIABLE", "nystrom_attention", "why_not"]

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels, which are interpreted where there is no GPU (TRITON_INTERPRET, set by tests/conftest.py)."""
+
+import pytest
+import torch
+
+import nystrom_models
+from nystrom_models import kernels
+from nystrom_models.models import attention_nystrom
+from nystrom_models.models.attention_nystrom import landmark_segments, nystrom_attention, nystrom_attention_reference
+from tests.models import formulas
+from tests.models.options import TINY, TOLERANCE, relative_error
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+M = 5
+HEADS, DIM = 2, 10
+
+# Float32 sums in another order than the reference; half precisions round weights and gradients between products.
+KERNEL_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(kernels, "_devices", {"cuda", DEVICE})
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+
+
+def ragged(length):
+    """Rows with holes, padded on both sides to as many tokens as landmarks, a short one, one without a token."""
+    mask = torch.zeros(4, length, dtype=torch.bool)
+    mask[0] = torch.rand(length) < 0.6
+    mask[0, length // 2 : length // 2 + M + 1] = True
+    mask[1, 2 : 2 + M] = True
+    mask[2, length - 3 :: 2] = True
+    return mask.to(DEVICE)
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def states(length, count, batch=4, dtype=torch.float32):
+    """Tensors (B, H, N, D) in the layout of a model."""
+    return [draw(batch, length, HEADS, DIM, dtype=dtype).transpose(1, 2) for _ in range(count)]
+
+
+def rows_of(mask):
+    from nystrom_models.kernels.tiles import Rows
+
+    return Rows.of(mask, landmark_segments(mask, M))
+
+
+def valid_tokens(mask, batch, length):
+    mask = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu()
+    return [row.nonzero().squeeze(1) for row in mask]
+
+
+def check(function, reference, inputs, keep=None, dtype=torch.float32):
+    """Outputs, where `keep` is not 0, and every gradient against `reference` in float64 on the CPU."""
+    results = []
+    for run, cast in ((function, None), (reference, torch.float64)):
+        leaves = [tensor.detach().to("cpu" if cast else DEVICE, cast or tensor.dtype) for tensor in inputs]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        outputs = run(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(output.shape, generator=generator) for output in outputs]
+        if keep is not None:
+            weights = [weight * keep.cpu() for weight in weights]
+        loss = sum((output * weight.to(output)).sum() for output, weight in zip(outputs, weights, strict=True))
+        gradients = torch.autograd.grad(loss, leaves)
+        kept = [output.detach().cpu() * (weight != 0) for output, weight in zip(outputs, weights, strict=True)]
+        results.append([*kept, *(gradient.cpu() for gradient in gradients)])
+    for index, (actual, expected) in enumerate(zip(*results, strict=True)):
+        assert relative_error(actual, expected) < KERNEL_TOLERANCE[dtype], index
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("length", [5, 6, 61], ids=lambda length: f"length{length}")
+def test_landmarks_are_means_of_segments(length, masked):
+    from nystrom_models.kernels.landmarks import landmarks
+
+    mask = ragged(max(length, 9)) if masked else None
+    length = length if mask is None else mask.shape[1]
+    query, key = states(length, 2)
+
+    def reference(*inputs):
+        means = [tensor.new_zeros(4, HEADS, M, DIM) for tensor in inputs]
+        for row, tokens in enumerate(valid_tokens(mask, 4, length)):
+            count = min(M, len(tokens))
+            for head in range(HEADS):
+                for mean, tensor in zip(means, inputs, strict=True):
+                    if count:
+                        mean[row, head, :count] = formulas.segment_means(tensor[row, head, tokens], count)
+        return tuple(means)
+
+    check(lambda q, k: landmarks(q, k, M, None if mask is None else rows_of(mask)), reference, (query, key))
+
+
+@pytest.mark.parametrize("where", ["on_chip", "workspace"])
+@pytest.mark.parametrize(("count", "masked"), [(5, True), (5, False), (17, False)], ids=["ragged", "full", "wide"])
+def test_pseudo_inverse(count, masked, where, monkeypatch):
+    from nystrom_models.kernels import pseudo_inverse
+
+    if where == "workspace":
+        monkeypatch.setattr(pseudo_inverse, "ON_CHIP_LANDMARKS", 0)
+    mask = ragged(17) if masked else None
+    batch = 4 if masked else 1
+    iterations = 6 if count == 17 else 2
+    rows = rows_of(mask) if masked else None
+    # Far from uniform: in a nearly singular A all start values are much alike.
+    landmarks = [2 * draw(batch, HEADS, count, DIM) for _ in range(2)]
+
+    def reference(q, k):
+        out = []
+        for row, tokens in enumerate(valid_tokens(mask, batch, 17)):
+            if masked and len(tokens) <= M:
+                chosen = (torch.arange(count) < len(tokens)).to(q.dtype).diag().expand(HEADS, count, count)
+                out.append(chosen + 0 * (q[row].sum() + k[row].sum()))
+            else:
+                a = [formulas.softmax(q[row, head] @ k[row, head].T / DIM**0.5) for head in range(HEADS)]
+                out.append(torch.stack([formulas.pseudo_inverse(matrix, iterations) for matrix in a]))
+        return torch.stack(out)
+
+    check(lambda q, k: pseudo_inverse.pseudo_inverse(q, k, iterations, rows), reference, landmarks)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("length", [9, 101], ids=lambda length: f"length{length}")
+def test_landmarks_attend_to_valid_tokens(length, masked):
+    from nystrom_models.kernels.landmark_attention import landmark_attention
+
+    mask = ragged(length) if masked else None
+    key, value = states(length, 2)
+    landmarks = draw(4, HEADS, M, DIM)
+    exists = torch.ones(4, M)
+
+    def reference(q, k, v):
+        out = []
+        for row, tokens in enumerate(valid_tokens(mask, 4, length)):
+            if len(tokens) > M:
+                weights = formulas.softmax(q[row] @ k[row][:, tokens].mT / DIM**0.5)
+                out.append(weights @ v[row][:, tokens])
+            else:
+                exists[row, len(tokens) :] = 0
+                values = v[row][:, tokens]
+                rest = v.new_zeros(HEADS, M - len(tokens), DIM)
+                out.append(torch.cat([values, rest], dim=1) + 0 * (q[row].sum() + k[row].sum()))
+        return torch.stack(out)
+
+    reference(*(tensor.cpu() for tensor in (landmarks, key, value)))
+    check(
+        lambda q, k, v: landmark_attention(q, k, v, None if mask is None else rows_of(mask)),
+        reference,
+        (landmarks, key, value),
+        keep=exists[:, None, :, None],
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize(("length", "taps"), [(9, 5), (61, 0), (61, 33)])
+def test_tokens_attend_to_landmarks_and_are_convolved(length, taps, masked):
+    from nystrom_models.kernels.token_attention import token_attention
+
+    mask = ragged(length) if masked else None
+    query, value = states(length, 2)
+    landmarks = [draw(4, HEADS, M, DIM) for _ in range(2)]
+    convolution = [value, draw(HEADS, 1, taps, 1)] if taps else []
+    keep = torch.ones(4, length) if mask is None else mask.cpu().float()
+
+    def reference(q, k, w, *convolution):
+        out = []
+        for row, tokens in enumerate(valid_tokens(mask, 4, length)):
+            count = max(1, min(M, len(tokens)))
+            heads = []
+            for head in range(HEADS):
+                weights = formulas.softmax(q[row, head] @ k[row, head, :count].T / DIM**0.5)
+                context = weights @ w[row, head, :count]
+                if convolution:
+                    v, weight = convolution
+                    v = v[row, head] * keep[row, :, None]
+                    # The formula in one product: as many loops as taps, not as tokens times taps.
+                    padded = torch.nn.functional.pad(v, (0, 0, taps // 2, taps // 2))
+                    context = context + sum(weight[head, 0, tap] * padded[tap : tap + length] for tap in range(taps))
+                heads.append(context)
+            out.append(torch.stack(heads))
+        return torch.stack(out)
+
+    check(
+        lambda q, k, w, *rest: token_attention(
+            q, k, w, *(rest or (None, None)), None if mask is None else rows_of(mask)
+        ),
+        reference,
+        (query, *landmarks, *convolution),
+        keep=keep[:, None, :, None],
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "masked", "dtype"),
+    [
+        (6, False, torch.float32),
+        (37, True, torch.float32),
+        (37, True, torch.bfloat16),
+        (37, True, torch.float16),
+    ],
+    ids=str,
+)
+def test_the_whole_is_the_reference(length, masked, dtype):
+    mask = ragged(length) if masked else None
+    inputs = [*states(length, 3, dtype=dtype), (draw(HEADS, 1, 5, 1) / 5).to(dtype)]
+    keep = torch.ones(4, length) if mask is None else mask.cpu().float()
+
+    def run(function, mask, q, k, v, weight):
+        return function(q, k, v, mask, num_landmarks=M, pinv_iterations=2, conv_weight=weight)
+
+    check(
+        lambda *inputs: run(kernels.nystrom_attention, mask, *inputs),
+        lambda *inputs: run(nystrom_attention_reference, None if mask is None else mask.cpu(), *inputs),
+        inputs,
+        keep=keep[:, None, :, None],
+        dtype=dtype,
+    )
+
+
+def test_padding_is_never_read():
+    """Neither what stands there nor the gradients that come in there, even if they are no numbers."""
+    mask = ragged(37)
+    clean = [tensor * mask[:, None, :, None] for tensor in states(37, 3)]
+    weight = draw(4, HEADS, 37, DIM) * mask[:, None, :, None]
+    results = []
+    for content in (0.0, torch.nan):
+        inputs = [tensor.masked_fill(~mask[:, None, :, None], content).requires_grad_() for tensor in clean]
+        taps = torch.ones(HEADS, 1, 3, 1, device=DEVICE, requires_grad=True)
+        out = kernels.nystrom_attention(*inputs, mask, num_landmarks=M, pinv_iterations=1, conv_weight=taps)
+        gradient = weight.masked_fill(~mask[:, None, :, None], content)
+        results.append([out.detach(), *torch.autograd.grad(out, [*inputs, taps], gradient)])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty) and torch.isfinite(dirty).all()
+    assert not results[0][0].masked_select(~mask[:, None, :, None]).any()
+
+
+REASONS = {
+    "dropout": ({"dropout_p": 0.1}, torch.float32, "attention_probs_dropout_prob"),
+    "exact": ({"num_landmarks": 12}, torch.float32, "exact attention"),
+    "softmax": ({"num_landmarks": None}, torch.float32, "exact attention"),
+    "dtype": ({}, torch.float64, "float16, bfloat16 or float32"),
+    "mixed": ({"conv_weight": torch.ones(2, 1, 3, 1)}, torch.bfloat16, "one dtype"),
+}
+
+
+@pytest.mark.parametrize(("options", "dtype", "word"), REASONS.values(), ids=REASONS)
+def test_what_does_not_apply_is_explained(options, dtype, word):
+    inputs = states(12, 3, batch=1, dtype=dtype)
+    options = {"num_landmarks": M} | options
+    if "conv_weight" in options:
+        options["conv_weight"] = options["conv_weight"].to(DEVICE)
+    assert word in kernels.why_not(*inputs, **options)
+    with pytest.raises(ValueError, match=word):
+        kernels.nystrom_attention(*inputs, **options)
+
+
+def test_sizes_that_do_not_fit_are_explained():
+    for count, dim, word in ((129, 64, "128"), (65, 65, "at most 64"), (8, 160, "num_attention_heads")):
+        tensor = torch.zeros(1, 1, 200, dim, device=DEVICE)
+        assert word in kernels.why_not(tensor, tensor, tensor, num_landmarks=count)
+    tensor = torch.zeros(1, 1, 200, 64, device=DEVICE)
+    assert kernels.why_not(tensor, tensor, tensor, num_landmarks=128) is None
+
+
+def test_the_variable_switches_off_and_the_cpu_needs_no_word(monkeypatch):
+    inputs = states(12, 3, batch=1)
+    monkeypatch.setenv(kernels.VARIABLE, "0")
+    assert kernels.VARIABLE in kernels.why_not(*inputs, num_landmarks=M)
+    assert kernels.nystrom_attention_if_possible(*inputs, num_landmarks=M) is None
+    monkeypatch.delenv(kernels.VARIABLE)
+    assert kernels.why_not(*inputs, num_landmarks=M) is None
+    monkeypatch.setattr(kernels, "_devices", {"cuda"})
+    on_cpu = [tensor.cpu() for tensor in inputs]
+    assert "cpu" in kernels.why_not(*on_cpu, num_landmarks=M)
+    assert kernels.nystrom_attention_if_possible(*on_cpu, num_landmarks=M) is None
+
+
+def test_graphs_are_made_of_pytorch_operations():
+    """Compiled without a break, and without the kernels."""
+    inputs = states(12, 3, batch=1)
+    compiled = torch.compile(nystrom_attention, fullgraph=True, backend="aot_eager")
+    expected = nystrom_attention_reference(*inputs, num_landmarks=M)
+    assert relative_error(compiled(*inputs, num_landmarks=M), expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_a_model_uses_them_where_it_can(training, monkeypatch):
+    """The package hung them on the attention; dropout turns them down, with one line in the log."""
+    assert attention_nystrom.fast_kernels is kernels.nystrom_attention_if_possible
+    ran, said = [], []
+    attend = kernels._attend
+    monkeypatch.setattr(kernels, "_attend", lambda *arguments: ran.append(1) or attend(*arguments))
+    monkeypatch.setattr(kernels.logger, "warning_once", said.append)
+    config = nystrom_models.NystromformerConfig(
+        **TINY | {"num_hidden_layers": 1, "num_attention_heads": 2, "attention_probs_dropout_prob": 0.1},
+        num_landmarks=M,
+        conv_kernel_size=5,
+    )
+    model = nystrom_models.NystromformerModel(config).to(DEVICE).train(training)
+    ids = torch.randint(3, 99, (2, 14), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        states = model(ids, attention_mask=mask).last_hidden_state
+        if training:
+            assert not ran and len(said) == 1 and "attention_probs_dropout_prob" in said[0]
+            return
+        assert len(ran) == 1 and not said
+        monkeypatch.setenv(kernels.VARIABLE, "0")
+        expected = model(ids, attention_mask=mask).last_hidden_state
+        assert len(ran) == 1 and not said
+    valid = mask.bool()
+    assert relative_error(states[valid], expected[valid]) < TOLERANCE[torch.float32]
+
+
+def test_autocast_decides_the_dtype():
+    inputs = states(12, 3, batch=1)
+    weight = draw(HEADS, 1, 3, 1)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert kernels.why_not(inputs[0].bfloat16(), *inputs[1:], num_landmarks=M, conv_weight=weight) is None
+        out = kernels.nystrom_attention(*inputs, num_landmarks=M, conv_weight=weight, pinv_iterations=2)
+    expected = nystrom_attention_reference(*inputs, num_landmarks=M, conv_weight=weight, pinv_iterations=2)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, expected) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", KERNEL_TOLERANCE, ids=str)
+@pytest.mark.parametrize(("count", "dim"), [(16, 64), (32, 32), (64, 64), (128, 64), (64, 128)])
+@pytest.mark.parametrize("length", [129, 509, 4096])
+def test_on_a_gpu(length, count, dim, dtype):
+    """Sizes of real models, ragged: no further from the reference in float64, outputs and gradients, than PyTorch is.
+
+    How much a pseudo-inverse magnifies the rounding of its landmarks depends on the inputs, and is the same for both.
+    """
+    mask = torch.rand(3, length, device="cuda") < 0.7
+    mask[1, count // 2 :] = False
+    mask[2] = torch.arange(length, device="cuda") >= length // 3
+    inputs = [draw(3, length, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(3)]
+    inputs.append(draw(2, 1, 65, 1, dtype=dtype) / 8)
+    weight = draw(3, 2, length, dim, dtype=dtype) * mask[:, None, :, None]
+
+    def pytorch(*arguments, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_nystrom, "fast_kernels", None)
+            return nystrom_attention(*arguments, **options)
+
+    results = []
+    for function, cast in (
+        (kernels.nystrom_attention, dtype),
+        (pytorch, dtype),
+        (nystrom_attention_reference, torch.float64),
+    ):
+        leaves = [tensor.detach().to(cast).requires_grad_() for tensor in inputs]
+        out = function(*leaves[:3], mask, num_landmarks=count, conv_weight=leaves[3])
+        gradients = torch.autograd.grad((out * weight.to(cast)).sum(), leaves)
+        results.append([out.detach() * mask[:, None, :, None], *gradients])
+    for ours, theirs, expected in zip(*results, strict=True):
+        allowed = 2 * relative_error(theirs, expected) + KERNEL_TOLERANCE[dtype]
+        assert relative_error(ours, expected) < allowed
