@@ -273,6 +273,7 @@ def measure(
         One result a contender. `status` is "ok", "wrong" (its output is not its reference's: timed not at all),
         "unavailable" or "error", the last three with a `reason`. `speedup`, how many times as fast as this contender
         the baseline is (spread of the ratios of times from the same round), exists only where both are "ok".
+        `tokens` is their number in a call, without padding, where the workload counts them.
         `others_cpu` is the CPU time that other processes took during the timing, per second: 0 on a quiet machine.
     """
     names = list(workload.contenders) if contenders is None else list(dict.fromkeys([workload.baseline, *contenders]))
@@ -293,6 +294,7 @@ def measure(
             "milliseconds": None,
             "speedup": None,
             "peak_bytes": None,
+            "tokens": None if workload.tokens is None else workload.tokens(inputs),
             "others_cpu": None,
         }
         results[name] = result

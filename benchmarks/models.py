@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole encoders from token ids (B, N) to the last hidden states (B, N, C), random weights, all tokens valid.
+"""Whole encoders from token ids (B, N) to the last hidden states (B, N, C), random weights.
+
+In `encoder` all tokens are valid. In `encoder-variable` the rows of a batch have different lengths and are padded on
+the right to N: the setting "variable" of the comparison in Warner et al. 2024 (ModernBERT, arXiv:2412.13663), where
+lengths are normally distributed about half the maximum.
 
 All are base size: 12 layers, 768 wide, or, with `--num_layers`, as many layers for all; ModernBERT has 22 where the
 others have 12, as its base model does. Each model has the vocabulary of the first and no pooler.
@@ -21,6 +25,18 @@ VOCABULARY = 30000
 def draw_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
     # The first ids are special tokens: one of them is padding, from which some models derive position ids.
     return {"input_ids": torch.randint(10, VOCABULARY, (setting.batch_size, setting.length), generator=generator)}
+
+
+def draw_variable_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
+    """Lengths with a mean of N / 2 and a standard deviation of N / 8."""
+    inputs = draw_inputs(setting, generator)
+    lengths = setting.length * (0.5 + torch.randn(setting.batch_size, 1, generator=generator) / 8)
+    mask = (torch.arange(setting.length) < lengths.round().clamp(1, setting.length)).long()
+    return inputs | {"attention_mask": mask}
+
+
+def count_tokens(inputs: Inputs) -> int:
+    return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
 
 
 def sizes(setting: Setting) -> dict:
@@ -71,6 +87,13 @@ def builtin_nystromformer(setting: Setting) -> nn.Module:
     return model
 
 
+def builtin_as_shipped(setting: Setting) -> nn.Module:
+    """Transformers' Nyströmformer with its own landmarks and segments, whose numbers are equal: it attends exactly."""
+    modeling = builtin_modeling()
+    config = modeling.NystromformerConfig(**sizes(setting), conv_kernel_size=setting.conv_kernel_size)
+    return modeling.NystromformerModel(config)
+
+
 def bert(setting: Setting) -> nn.Module:
     from transformers import BertConfig, BertModel
 
@@ -106,7 +129,7 @@ def big_bird(setting: Setting) -> nn.Module:
 
 
 def hidden_states(model: nn.Module, inputs: Inputs) -> Tensor:
-    return model(input_ids=inputs["input_ids"]).last_hidden_state
+    return model(**inputs).last_hidden_state
 
 
 def prepare(setting: Setting, inputs: Inputs, build: Callable[[Setting], nn.Module]) -> Prepared:
@@ -124,30 +147,45 @@ def in_float64(build: Callable[..., nn.Module]) -> Callable[[Setting, Inputs], T
     return reference
 
 
+SIZES = (
+    "({num_layers} layers, {num_heads} heads of {head_dim}, {num_landmarks} landmarks, "
+    "convolution {conv_kernel_size}, k = {projected_dim}, batch {batch_size})"
+)
 encoder = register(
     Workload(
         name="encoder",
         kind="model",
-        title=(
-            "Encoder ({num_layers} layers, {num_heads} heads of {head_dim}, {num_landmarks} landmarks, "
-            "convolution {conv_kernel_size}, k = {projected_dim}, batch {batch_size})"
-        ),
+        title=f"Encoder {SIZES}",
         inputs=draw_inputs,
         reference=None,
         baseline="ours",
+        tokens=count_tokens,
+    )
+)
+variable = register(
+    Workload(
+        name="encoder-variable",
+        kind="model",
+        title=f"Encoder at variable lengths, about half padding {SIZES}",
+        inputs=draw_variable_inputs,
+        reference=None,
+        baseline="ours",
+        tokens=count_tokens,
     )
 )
 
 OWN_WEIGHTS = "against the same weights through the reference attention in float64"
-nystromformer_reference = in_float64(nystromformer)
+nystromformer_reference, linformer_reference = in_float64(nystromformer), in_float64(linformer)
 
 
+@variable.contender("ours", ours=True, reference=nystromformer_reference, judged=OWN_WEIGHTS)
 @encoder.contender("ours", ours=True, reference=nystromformer_reference, judged=OWN_WEIGHTS)
 def ours(setting, inputs):
     return prepare(setting, inputs, nystromformer)
 
 
-@encoder.contender("ours-linformer", ours=True, reference=in_float64(linformer), judged=OWN_WEIGHTS)
+@variable.contender("ours-linformer", ours=True, reference=linformer_reference, judged=OWN_WEIGHTS)
+@encoder.contender("ours-linformer", ours=True, reference=linformer_reference, judged=OWN_WEIGHTS)
 def ours_linformer(setting, inputs):
     return prepare(setting, inputs, linformer)
 
@@ -173,11 +211,24 @@ def transformers(setting, inputs):
     return Prepared(prepared.call, prepared.parameters, verify)
 
 
+@variable.contender(
+    "transformers",
+    judged=(
+        "to be finite: as shipped, with exact attention, because its Nyström attention takes no mask; padding leaks "
+        "through its convolution"
+    ),
+)
+def transformers_as_shipped(setting, inputs):
+    return prepare(setting, inputs, builtin_as_shipped)
+
+
+@variable.contender("bert-sdpa")
 @encoder.contender("bert-sdpa")
 def bert_sdpa(setting, inputs):
     return prepare(setting, inputs, bert)
 
 
+@variable.contender("modernbert-sdpa")
 @encoder.contender("modernbert-sdpa")
 def modernbert_sdpa(setting, inputs):
     return prepare(setting, inputs, modernbert)

@@ -95,6 +95,7 @@ class Workload:
         inputs: draws the inputs as float32 CPU tensors; they are rounded to the dtype, then moved to the device.
         reference: the function all contenders are checked against, on inputs in float64; None: finite outputs suffice.
         baseline: name of the contender that all ratios refer to.
+        tokens: counts the tokens of the inputs, without padding; tables then show tokens a second.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Workload:
     inputs: Callable[[Setting, torch.Generator], Inputs]
     reference: Callable[[Setting, Inputs], Tensor] | None
     baseline: str
+    tokens: Callable[[Inputs], int] | None = None
     contenders: dict[str, Contender] = field(default_factory=dict)
 
     def contender(self, name: str, **options) -> Callable:

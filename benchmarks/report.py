@@ -68,6 +68,12 @@ def speedup_cell(row: dict) -> str | None:
     return None if row["speedup"] is None else f"{row['speedup']['median']:.3g}"
 
 
+def tokens_cell(row: dict) -> str | None:
+    if row["milliseconds"] is None or row.get("tokens") is None:
+        return None
+    return f"{1e3 * row['tokens'] / row['milliseconds']['median']:,.0f}"
+
+
 def memory_cell(row: dict) -> str | None:
     return None if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.4g}"
 
@@ -124,6 +130,7 @@ def table(results: dict) -> str:
         blocks = (
             ("time, ms (quartiles)", time_cell),
             (f"time over that of {baseline}", speedup_cell),
+            ("tokens a second, without padding", tokens_cell),
             ("peak memory, MiB", memory_cell),
             ("largest relative deviation", deviation_cell),
         )

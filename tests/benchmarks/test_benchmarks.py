@@ -31,6 +31,7 @@ ROW = {
     "milliseconds",
     "speedup",
     "peak_bytes",
+    "tokens",
     "others_cpu",
     "setting",
 }
@@ -126,13 +127,29 @@ def test_no_speedup_for_a_wrong_result(fault, baseline):
     assert "WRONG" in "\n".join(report.grid(list(rows.values()), "speed-up", report.speedup_cell))
 
 
-def test_encoders_run_and_ours_are_checked():
-    workload = WORKLOADS["encoder"]
-    checked = {"ours", "ours-linformer", "transformers"}
-    for row in measure.measure(workload, Setting(32, **SIZES), repeats=1, memory=False):
+@pytest.mark.parametrize("name", ["encoder", "encoder-variable"])
+def test_encoders_run_and_ours_are_checked(name):
+    checked = {"ours", "ours-linformer"} | ({"transformers"} if name == "encoder" else set())
+    setting = Setting(32, batch_size=3, **SIZES)
+    rows = measure.measure(WORKLOADS[name], setting, repeats=1, memory=False)
+    for row in rows:
         if row["status"] != "unavailable":
             assert row["status"] == "ok", (row["contender"], row["reason"])
             assert bool(row["check"]["deviations"]) == (row["contender"] in checked)
+    rows = [{**row, "setting": cli.describe_setting(setting)} for row in rows]
+    printed = "\n".join(report.grid(rows, "tokens a second", report.tokens_cell))
+    assert all(row["contender"] in printed for row in rows if row["status"] == "ok")
+
+
+def test_variable_lengths_are_half_padding_and_tokens_are_real_ones():
+    workload, setting = WORKLOADS["encoder-variable"], Setting(512, batch_size=64)
+    inputs = measure.prepare_inputs(workload, setting)
+    lengths = inputs["attention_mask"].sum(dim=-1)
+    assert 240 < lengths.float().mean() < 272 and 40 < lengths.float().std() < 90
+    assert workload.tokens(inputs) == lengths.sum()
+    row = {"milliseconds": {"median": 500.0}, "tokens": 1000}
+    assert report.tokens_cell(row) == "2,000"
+    assert WORKLOADS["encoder"].tokens(measure.prepare_inputs(WORKLOADS["encoder"], setting)) == 64 * 512
 
 
 def test_an_opponent_that_fails_does_not_end_the_run():

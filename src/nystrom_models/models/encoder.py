@@ -46,6 +46,9 @@ from .configuration_encoder import EncoderConfig
 # Positions start here, after the two rows that the published Nyströmformer checkpoints leave unused.
 FIRST_POSITION = 2
 
+# Bringing a token's logits to their place takes about as long as this many multiplications for each of them.
+COPIED_LOGIT = 128
+
 # The Auto classes a family is registered with, and the ending of the class each one gives.
 AUTO_CLASSES = {
     "AutoModel": "Model",
@@ -679,7 +682,7 @@ class MaskedLMHeadMixin(EncoderPreTrainedModel):
                 return logits, cross_entropy(logits, labels, ignore)
         # Wrappers that rebuild an output lose where the tokens lie: all are computed then.
         unpadding = outputs.unpadding
-        if unpadding is None:
+        if unpadding is None or not self._leaving_padding_out_pays(unpadding):
             logits = self.cls.predictions(hidden_states)
             return logits, None if labels is None else cross_entropy(logits, labels, ignore)
         states = hidden_states.flatten(0, 1).index_select(0, unpadding.tokens)
@@ -692,6 +695,13 @@ class MaskedLMHeadMixin(EncoderPreTrainedModel):
         place = torch.full_like(hidden_states[..., 0], count, dtype=torch.long)
         place.view(-1).index_copy_(0, unpadding.tokens, torch.arange(count, device=place.device))
         return F.embedding(place, logits), loss
+
+    def _leaving_padding_out_pays(self, unpadding: Unpadding) -> bool:
+        batch, length = unpadding.shape
+        padding = 1 - len(unpadding.tokens) / (batch * length)
+        # The backward pass has two more products of the forward pass's size.
+        products = 3 if torch.is_grad_enabled() else 1
+        return products * self.config.hidden_size * padding > COPIED_LOGIT
 
 
 class EncoderForMaskedLM(MaskedLMHeadMixin):
