@@ -274,7 +274,7 @@ def test_rows_are_as_short_as_the_tokens_allow():
     assert alike.row_mask is None and unpad_tokens(states[:3], alike).shape == (3, 18, 3)
     # Nothing to leave out, nothing to keep, and too little padding for it to pay.
     little = torch.ones(2, LENGTH, dtype=torch.bool)
-    assert find_unpadding(little) == (None, None)
+    assert find_unpadding(little) == find_unpadding(little[:0]) == (None, None)
     assert find_unpadding(~little)[1] is None
     little[0, :3] = False
     assert torch.equal(find_unpadding(little)[0], little) and find_unpadding(little)[1] is None

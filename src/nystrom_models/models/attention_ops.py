@@ -86,6 +86,8 @@ def find_unpadding(mask: Tensor) -> tuple[Tensor | None, Unpadding | None]:
     Not for graphs, whose sizes must not depend on values. On a GPU, the host waits once, for two numbers.
     """
     batch, length = mask.shape
+    if mask.numel() == 0:
+        return None, None
     positions = torch.arange(length, device=mask.device)
     first = mask.long().argmax(dim=-1, keepdim=True)  # (B, 1)
     end = (mask * (positions + 1)).amax(dim=-1, keepdim=True)  # 0 in a row without a valid token
