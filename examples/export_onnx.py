@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export a model to ONNX, quantize it, and see what that gains in size and time and costs in accuracy, on a CPU.
+
+    python examples/export_onnx.py --model_name_or_path MODEL --output_dir outputs/onnx --quantize
+
+writes model.onnx and model_quantized.onnx beside the configuration and the tokenizer, and prints a table of PyTorch
+and ONNX Runtime. With --validation_file, a classifier or a regression model is also evaluated by each of them.
+"""
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+import transformers
+from onnxruntime.quantization import quantize_dynamic
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedModel
+
+from nystrom_models.data import ClassificationCollator, classification_dataset
+from nystrom_models.data.classification import TextTask
+from nystrom_models.data.files import load_files
+from nystrom_models.deployment import export_onnx
+from nystrom_models.models.encoder import AUTO_CLASSES
+from nystrom_models.training.finetuning import evaluate_predictions
+from nystrom_models.training.results import write_results
+
+# Transformers' names of what a head is for.
+TASKS = {
+    "feature-extraction": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+}
+
+Engine = Callable[[dict[str, Tensor]], Tensor]
+
+
+@dataclass(kw_only=True)
+class ExportArguments:
+    """What is exported, and what it is measured on."""
+
+    model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the model."})
+    output_dir: str = field(metadata={"help": "Everything is written here."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
+    task: str | None = field(
+        default=None, metadata={"help": f"{', '.join(TASKS)}; what the model was saved for if not given."}
+    )
+    opset_version: int = field(default=20, metadata={"help": "Version of ONNX's operators, 18 to 22."})
+    quantize: bool = field(default=False, metadata={"help": "Also write a model with 8-bit weights."})
+    lengths: list[int] | None = field(
+        default=None, metadata={"help": "Tokens of the rows that are timed; 1/4 and all of what the model takes."}
+    )
+    batch_size: int = field(default=4, metadata={"help": "Rows of a batch."})
+    repeats: int = field(default=5, metadata={"help": "Batches that are timed, of which the median counts."})
+    validation_file: list[str] | None = field(
+        default=None, metadata={"help": "Files to evaluate on: .jsonl, .csv or .parquet, each also .gz."}
+    )
+    text_column_names: list[str] | None = field(
+        default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
+    )
+    label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many random rows."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
+
+    def __post_init__(self):
+        if self.task is not None and self.task not in TASKS:
+            raise ValueError(f"--task must be one of {', '.join(TASKS)}, but is {self.task}.")
+        for name in ("batch_size", "repeats", "max_eval_samples"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, but is {value}.")
+
+
+def load_model(args: ExportArguments) -> PreTrainedModel:
+    """The model with the head of --task, or that it was saved with."""
+    config = AutoConfig.from_pretrained(args.model_name_or_path)
+    if args.task is not None:
+        auto_class = TASKS[args.task]
+    else:
+        saved = (config.architectures or ["Model"])[0]
+        auto_class = next(auto for auto, ending in reversed(AUTO_CLASSES.items()) if saved.endswith(ending))
+    return getattr(transformers, auto_class).from_pretrained(args.model_name_or_path, dtype=torch.float32).eval()
+
+
+def onnx_engine(path: Path) -> Engine:
+    """Runs a file with as many threads as PyTorch, and gives its first output."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: inputs[name].numpy() for name in names})[0])
+
+    return run
+
+
+def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer, max_length: int):
+    """The task and the batches of --validation_file."""
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        raise ValueError(f"--validation_file is for --task text-classification; this is a {type(model).__name__}.")
+    task = TextTask(
+        tuple(args.text_column_names or ("text",)), args.label_column_name, regression=model.config.num_labels == 1
+    )
+    if task.regression:
+        task = TextTask(task.text_columns, task.label_column, regression=True, metric="regression")
+    names = model.config.label2id
+    # Classes that are numbers were named by their digits; without names, they are the numbers themselves.
+    numbers = {int(name) if all(map(str.isdecimal, names)) else i: i for name, i in names.items()}
+    rows = load_files(args.validation_file, "--validation_file", args.cache_dir)
+    if args.max_eval_samples is not None and args.max_eval_samples < len(rows):
+        rows = rows.shuffle(seed=0).select(range(args.max_eval_samples))
+    dataset = classification_dataset(
+        rows,
+        tokenizer,
+        max_length,
+        task.text_columns,
+        task.label_column,
+        None if task.regression else names | numbers,
+        task.regression,
+        where="the validation set",
+    )
+    return task, list(DataLoader(dataset, args.batch_size, collate_fn=ClassificationCollator(tokenizer)))
+
+
+def milliseconds(engine: Engine, inputs: dict[str, Tensor], repeats: int) -> float:
+    """The median time of a batch."""
+    engine(inputs)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        engine(inputs)
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def print_table(results: dict[str, dict[str, Any]], lengths: Sequence[int], batch_size: int) -> None:
+    metrics = [name for name in ("accuracy", "pearson") if name in results["PyTorch"]]
+    heads = ["MB", *(f"ms at {length}" for length in lengths), "difference", *metrics]
+    print(f"\n{batch_size} rows a batch, {torch.get_num_threads()} threads; difference: the largest one of an output,")
+    print(f"whose largest is {results['PyTorch']['largest_output']:.3g} in PyTorch")
+    print(f"{'':<20}" + "".join(f"{head:>12}" for head in heads))
+    for name, row in results.items():
+        cells = [f"{row['megabytes']:,.1f}", *(f"{row[f'milliseconds_{length}']:,.1f}" for length in lengths)]
+        cells.append(f"{row['difference']:.1e}" if "difference" in row else "")
+        cells.extend(f"{row[metric]:.1%}" if metric == "accuracy" else f"{row[metric]:.4f}" for metric in metrics)
+        print(f"{name:<20}" + "".join(f"{cell:>12}" for cell in cells))
+
+
+@torch.no_grad()
+def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
+    (arguments,) = HfArgumentParser(ExportArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
+    model = load_model(arguments)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.model_name_or_path)
+    limit = min(model.config.max_position_embeddings, tokenizer.model_max_length)
+    lengths = arguments.lengths or [max(1, limit // 4), limit]
+    if not 1 <= min(lengths) <= max(lengths) <= limit:
+        raise ValueError(f"--lengths must lie between 1 and {limit}, which the model takes, but are {lengths}.")
+    task, batches = None, []
+    if arguments.validation_file is not None:
+        task, batches = evaluation_batches(arguments, model, tokenizer, limit)
+
+    folder = Path(arguments.output_dir)
+    names = [name for name in tokenizer.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")]
+    print(f"Exporting a {type(model).__name__} of {model.num_parameters():,} parameters", flush=True)
+    path = export_onnx(
+        model, folder / "model.onnx", input_names=names, opset_version=arguments.opset_version, verify=True
+    )
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    def pytorch(inputs: dict[str, Tensor]) -> Tensor:
+        return model(**inputs, return_dict=False)[0]
+
+    weights = sum(weight.nbytes for weight in model.parameters())
+    engines: dict[str, tuple[Engine, int]] = {
+        "PyTorch": (pytorch, weights),
+        "ONNX Runtime": (onnx_engine(path), os.path.getsize(path)),
+    }
+    if arguments.quantize:
+        quantized = folder / "model_quantized.onnx"
+        logging.disable(logging.WARNING)  # its advice of a step before, which changes nothing here
+        quantize_dynamic(path, quantized, per_channel=True, reduce_range=True)
+        logging.disable(logging.NOTSET)
+        engines["ONNX Runtime, int8"] = (onnx_engine(quantized), os.path.getsize(quantized))
+
+    generator = torch.Generator().manual_seed(0)
+    timed = {}
+    for length in lengths:
+        shape = (arguments.batch_size, length)
+        ids = torch.randint(model.config.vocab_size, shape, generator=generator)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        timed[length] = {name: inputs[name] for name in names}
+    expected = {length: pytorch(inputs) for length, inputs in timed.items()}
+    results: dict[str, dict[str, Any]] = {}
+    for name, (engine, size) in engines.items():
+        row = results[name] = {"megabytes": size / 1e6}
+        for length, inputs in timed.items():
+            row[f"milliseconds_{length}"] = milliseconds(engine, inputs, arguments.repeats)
+        if engine is pytorch:
+            row["largest_output"] = max(output.abs().max().item() for output in expected.values())
+        else:
+            row["difference"] = max(
+                (engine(inputs) - expected[length]).abs().max().item() for length, inputs in timed.items()
+            )
+        if task is not None:
+            logits = torch.cat([engine({name: batch[name] for name in names}) for batch in batches])
+            row |= evaluate_predictions(task, logits, torch.cat([batch["labels"] for batch in batches]))
+    print_table(results, lengths, arguments.batch_size)
+    write_results(folder, results, arguments)
+    print(f"Written to {folder}/")
+    return results
+
+
+if __name__ == "__main__":
+    main()

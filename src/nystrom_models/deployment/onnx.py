@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as one ONNX file for every batch size and length, whose names are those of Hugging Face Optimum."""
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
+
+# From 23 on, attention is one operator, and that of ONNX Runtime 1.31 on a CPU takes no mask of the keys alone.
+OPSET_VERSIONS = range(18, 23)
+
+# Largest difference from PyTorch over largest output that `verify` lets pass. Other orders of summation give about
+# 1e-6, more where a pseudo-inverse is ill-conditioned; what is wrong in a graph changes the leading digits.
+TOLERANCE = 1e-3
+
+
+def _require(*packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ImportError(f"{' and '.join(missing)} cannot be imported: pip install 'nystrom-models[onnx]'.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's reports of what is no fault: that torchvision is missing, or inputs share an axis."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*axis name: .* will not be used", UserWarning)
+            warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: int) -> dict[str, Tensor]:
+    """Random rows (batch, length), (batch, 2, length) for multiple choice: whole, padded right, left, with holes."""
+    generator = torch.Generator().manual_seed(0)
+    choices = (2,) if type(model).__name__.endswith("ForMultipleChoice") else ()
+    shape = (batch, *choices, length)
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[1::4, ..., (length + 1) // 2 :] = 0
+    mask[2::4, ..., : length // 2] = 0
+    mask[3::4, ..., 1:-1:3] = 0
+    tensors = {
+        "input_ids": torch.randint(model.config.vocab_size, shape, generator=generator),
+        "attention_mask": mask,
+        "token_type_ids": torch.randint(model.config.type_vocab_size, shape, generator=generator),
+    }
+    return {name: tensors[name].to(model.device) for name in names}
+
+
+@torch.no_grad()
+def _outputs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's outputs by name; those of a tuple, as of hidden states, are name.0, name.1, ..."""
+    named: dict[str, Tensor] = {}
+    outputs: ModelOutput = model(**inputs, return_dict=True)
+    for name, value in outputs.items():
+        if isinstance(value, Tensor):
+            named[name] = value
+        else:
+            named |= {f"{name}.{i}": tensor for i, tensor in enumerate(value)}
+    return named
+
+
+@torch.no_grad()
+def export_onnx(
+    model: PreTrainedModel,
+    path: str | os.PathLike,
+    *,
+    input_names: Sequence[str] = ("input_ids", "attention_mask"),
+    opset_version: int = 20,
+    verify: bool = False,
+) -> Path:
+    """Writes a model of either family, with any head, as an ONNX file.
+
+    All inputs are int64 of shape (batch_size, sequence_length), (batch_size, num_choices, sequence_length) for
+    multiple choice, of any batch size and any length that the model takes; padding may lie anywhere. Outputs have the
+    names of the fields that the model returns (`logits`; `last_hidden_state`, `pooler_output`; ...), and the dtype of
+    the model. Values at padding mean nothing.
+
+    Args:
+        model: in evaluation mode, in float32 or float16, and with `attn_implementation="sdpa"`, the default.
+        path: the file; missing folders are made.
+        input_names: of `input_ids`, `attention_mask` and `token_type_ids`, those that will be given, such as
+            `tokenizer.model_input_names`.
+        opset_version: version of ONNX's operators, 18 to 22.
+        verify: run the file by ONNX Runtime at other lengths and batch sizes, and compare.
+
+    Returns: `path`.
+
+    Raises:
+        ImportError: if the packages of the extra `onnx` are missing.
+        ValueError: if the model cannot be exported as it is, or an argument is none of the above.
+        RuntimeError: if the file gives other results than the model (`verify`).
+    """
+    _require("onnx", "onnxscript", *(["onnxruntime"] if verify else []))
+    if model.training:
+        raise ValueError("A model in training mode would be exported with dropout: call model.eval() before.")
+    if model.config._attn_implementation == "eager":
+        raise ValueError(
+            'attn_implementation="eager" goes from row to row and has no graph: call '
+            'model.set_attn_implementation("sdpa") before, which computes the same.'
+        )
+    if model.config.output_attentions:
+        raise ValueError("Attention maps have no graph: set model.config.output_attentions = False.")
+    if model.dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"ONNX Runtime has few operators in {model.dtype}: call model.float() before.")
+    if opset_version not in OPSET_VERSIONS:
+        raise ValueError(f"opset_version must be {OPSET_VERSIONS[0]} to {OPSET_VERSIONS[-1]}, but is {opset_version}.")
+    if "input_ids" not in input_names or not set(input_names) <= set(INPUT_NAMES):
+        raise ValueError(f"input_names must be input_ids and some of {INPUT_NAMES[1:]}, but are {list(input_names)}.")
+
+    limit = model.config.max_position_embeddings
+    inputs = _inputs(model, input_names, batch=2, length=min(limit, 16))
+    axes = [Dim("batch_size", min=1), Dim("sequence_length", min=1, max=limit)]
+    if inputs["input_ids"].dim() == 3:
+        axes.insert(1, Dim("num_choices", min=1))
+    with _quiet():
+        program = torch.onnx.export(
+            model,
+            kwargs=inputs,
+            dynamo=True,
+            dynamic_shapes={name: dict(enumerate(axes)) for name in inputs},
+            input_names=list(inputs),
+            output_names=list(_outputs(model, inputs)),
+            opset_version=opset_version,
+            verbose=False,
+        )
+    assert program is not None  # with dynamo=True
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+    # Stack traces, with paths of this machine.
+    ClearMetadataAndDocStringPass()(program.model)
+    for weight in program.model.graph.initializers.values():
+        # Told by the weight itself. Told twice, quantization fails: it transposes the weights of classifiers, and not
+        # what was told of them (github.com/microsoft/onnxruntime/issues/25890).
+        weight.type = weight.shape = None
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    program.save(path)
+    if verify and not (difference := compare_onnx(model, path)) <= TOLERANCE:
+        raise RuntimeError(
+            f"ONNX Runtime's results from {path} differ from the model's by {difference:.1e} of the largest: more "
+            f"than {TOLERANCE}. Another opset_version may help."
+        )
+    return path
+
+
+def compare_onnx(model: PreTrainedModel, path: str | os.PathLike, lengths: Sequence[int] = (1, 37, 512)) -> float:
+    """The largest difference between the outputs of an ONNX file, as run on a CPU, and those of its model.
+
+    Args:
+        model: in evaluation mode.
+        path: what `export_onnx` wrote of it, or a quantized form of that.
+        lengths: of the rows, random tokens; longer ones are cut to what the model takes. At each there are a whole row
+            by itself, and a batch of four: whole, padded right, padded left, and with holes.
+
+    Returns: for the output where it is largest, the largest difference at valid tokens over the largest value there;
+        NaN if there is one in the file's outputs.
+    """
+    _require("onnxruntime")
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    # Whether an output has a value for each token.
+    by_token = {value.name: "sequence_length" in value.shape[1:] for value in session.get_outputs()}
+    worst = 0.0
+    for length in sorted({min(length, model.config.max_position_embeddings) for length in lengths}):
+        for batch in (1, 4):
+            inputs = _inputs(model, names, batch, length)
+            results = session.run(list(by_token), {name: tensor.cpu().numpy() for name, tensor in inputs.items()})
+            expected = _outputs(model, inputs)
+            for name, result in zip(by_token, results, strict=True):
+                actual, wanted = torch.from_numpy(result).double(), expected[name].cpu().double()
+                if by_token[name] and "attention_mask" in inputs:
+                    valid = inputs["attention_mask"].cpu().bool().flatten(0, -2)
+                    actual, wanted = actual[valid], wanted[valid]
+                error = ((actual - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
+                # Written so that NaN is kept.
+                worst = worst if error <= worst else error
+    return worst

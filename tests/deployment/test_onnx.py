@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One ONNX file for all shapes and masks, run by ONNX Runtime; and what 8-bit weights cost."""
+
+import copy
+import os
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnxruntime.quantization import quantize_dynamic
+
+from nystrom_models.deployment import compare_onnx, export_onnx
+from tests.models.options import make_model, relative_error
+
+FAMILIES = ("nystromformer-landmarks", "linformer-layerwise")  # 16 landmarks, 8 slots, at most 64 tokens
+INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def small(option, head, **fields):
+    """One layer and two steps of the pseudo-inverse show all there is: an export takes seconds."""
+    return make_model(
+        option, head, num_hidden_layers=1, **({"pinv_iterations": 2} if "landmarks" in option else {}), **fields
+    )
+
+
+def run(path, inputs):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {name: tensor.numpy() for name, tensor in inputs.items()})
+    return torch.from_numpy(logits)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def exported(request, tmp_path_factory):
+    """A masked language model and its file."""
+    torch.manual_seed(0)
+    model = small(request.param, "ForMaskedLM")
+    path = tmp_path_factory.mktemp("onnx") / "new" / "model.onnx"
+    return model, export_onnx(model, path, input_names=INPUT_NAMES)
+
+
+@torch.no_grad()
+def test_the_same_logits_at_any_shape_and_mask(exported):
+    model, path = exported
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for length in (1, 2, 9, 16, 17, 33, 64):
+        for batch in (1, 3):
+            masks = {name: torch.ones(batch, length, dtype=torch.long) for name in ("none", "right", "left", "holes")}
+            masks["right"][0, (length + 1) // 2 :] = 0
+            masks["left"][0, : length // 2] = 0
+            masks["holes"][0, 1:-1:3] = 0
+            for kind, mask in masks.items():
+                inputs = {
+                    "input_ids": torch.randint(3, 99, (batch, length)),
+                    "attention_mask": mask,
+                    "token_type_ids": torch.randint(2, (batch, length)),
+                }
+                expected = model(**inputs).logits
+                (actual,) = session.run(["logits"], {name: tensor.numpy() for name, tensor in inputs.items()})
+                actual, valid = torch.from_numpy(actual), mask.bool()
+                assert actual.shape == expected.shape
+                assert relative_error(actual[valid], expected[valid]) < 1e-5, (length, batch, kind)
+    # A row of padding alone is finite, and a row that is too long is refused.
+    ids = torch.randint(3, 99, (2, 20))
+    assert run(path, {"input_ids": ids, "attention_mask": 0 * ids, "token_type_ids": 0 * ids}).isfinite().all()
+    ids = torch.ones(1, 65, dtype=torch.long)
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="out of data bounds"):
+        run(path, {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids})
+
+
+def test_the_file_has_the_usual_names_and_no_paths(exported):
+    _, path = exported
+    graph = onnx.load(path).graph
+    axes = {
+        value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+    rows = ["batch_size", "sequence_length"]
+    assert axes == dict.fromkeys(INPUT_NAMES, rows) | {"logits": [*rows, 99]}
+    onnx.checker.check_model(path, full_check=True)
+    assert b"encoder.py" not in path.read_bytes()
+
+
+def test_comparison_sees_what_differs(exported):
+    model, path = exported
+    assert compare_onnx(model, path) < 1e-5
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        # What only long rows meet.
+        other.base_model.embeddings.position_embeddings.weight[42:].mul_(-1)
+    assert compare_onnx(other, path, lengths=[37]) < 1e-5
+    assert compare_onnx(other, path) > 1e-2
+
+
+def test_multiple_choice_has_a_third_axis_and_hidden_states_their_names(tmp_path):
+    model = small("linformer-max_pool", "ForMultipleChoice")
+    model.config.output_hidden_states = True
+    path = export_onnx(model, tmp_path / "model.onnx", verify=True)
+    outputs = [value.name for value in onnxruntime.InferenceSession(path).get_outputs()]
+    assert outputs == ["logits", "hidden_states.0", "hidden_states.1"]
+    ids = torch.randint(3, 99, (3, 5, 40))
+    assert run(path, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (lambda model: model.train(), {}, r"model.eval\(\)"),
+        (lambda model: model.set_attn_implementation("eager"), {}, r'set_attn_implementation\("sdpa"\)'),
+        (lambda model: model.config.__dict__.update(_output_attentions=True), {}, "output_attentions = False"),
+        (lambda model: model.bfloat16(), {}, r"model.float\(\)"),
+        (lambda model: None, {"opset_version": 23}, "18 to 22"),
+        (lambda model: None, {"input_names": ["input_ids", "labels"]}, "labels"),
+    ],
+    ids=["training", "eager", "attentions", "bfloat16", "opset", "inputs"],
+)
+def test_what_cannot_be_exported_is_refused(change, arguments, message, tmp_path):
+    model = small("linformer-layerwise", "Model")
+    model.config._attn_implementation = "sdpa"
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        export_onnx(model, tmp_path / "model.onnx", **arguments)
+
+
+def rows_to_count(count, seed):
+    """Rows of 10 to 32 tokens, padded on the left; the class is whether more of them are odd than even.
+
+    In many rows the counts are about equal: answers that a small error can turn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 11, (count, 32), generator=generator)
+    lengths = torch.randint(10, 33, (count, 1), generator=generator)
+    mask = (torch.arange(32) >= 32 - lengths).long()
+    odd = ((ids % 2) * mask).sum(dim=1)
+    return {"input_ids": ids, "attention_mask": mask}, (2 * odd > lengths.squeeze(1)).long()
+
+
+@pytest.mark.parametrize("option", FAMILIES)
+def test_int8_accuracy_is_within_two_points_of_float32(option, tmp_path):
+    model = small(option, "ForSequenceClassification", num_labels=2).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(3 if parameter.dim() > 1 else 1)  # back to the size that trains
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    inputs, labels = rows_to_count(60 * 32, seed=0)
+    for step in range(60):
+        batch = slice(32 * step, 32 * step + 32)
+        loss = model(**{name: tensor[batch] for name, tensor in inputs.items()}, labels=labels[batch]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    path, quantized_path = tmp_path / "model.onnx", tmp_path / "model_quantized.onnx"
+    export_onnx(model.eval(), path)
+    quantize_dynamic(path, quantized_path, per_channel=True, reduce_range=True)  # the README's call
+    assert os.path.getsize(quantized_path) < 0.75 * os.path.getsize(path)  # the graph itself is a large part of it
+
+    inputs, labels = rows_to_count(1000, seed=1)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    exact, quantized = run(path, inputs), run(quantized_path, inputs)
+    assert relative_error(exact, expected) < 1e-5
+    accuracy, int8_accuracy = ((logits.argmax(-1) == labels).float().mean().item() for logits in (exact, quantized))
+    assert accuracy > 0.85  # a constant answer has about half of them right
+    assert abs(int8_accuracy - accuracy) <= 0.02
+    assert relative_error(quantized, expected) < 0.1

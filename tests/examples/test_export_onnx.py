@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import export_onnx
+import onnxruntime
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def classifier(checkpoint, tmp_path_factory):
+    """A classifier of the checkpoint, not trained, with names for its classes."""
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(0)
+    names = {"bad": 0, "good": 1}
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, label2id=names, id2label={i: name for name, i in names.items()}
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_classifier_is_exported_quantized_and_evaluated(classifier, filler, write_rows, tmp_path, capsys):
+    texts = [filler(5 + i, i) for i in range(20)]
+    model = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
+    tokenizer = AutoTokenizer.from_pretrained(classifier)
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    # Labels that the model gets right, but for five.
+    labels = [["bad", "good"][(i < 5) ^ answer] for i, answer in enumerate(logits.argmax(-1).tolist())]
+    file = write_rows([{"verdict": label, "review": text} for label, text in zip(labels, texts, strict=True)])
+
+    folder = tmp_path / "output"
+    options = ["--quantize", "--lengths", "6", "40", "--batch_size", "3", "--repeats", "1"]
+    columns = ["--text_column_names", "review", "--label_column_name", "verdict", "--cache_dir", str(tmp_path)]
+    results = export_onnx.main(
+        [
+            "--model_name_or_path",
+            classifier,
+            "--output_dir",
+            str(folder),
+            "--validation_file",
+            file,
+            *options,
+            *columns,
+        ]
+    )
+    assert list(results) == ["PyTorch", "ONNX Runtime", "ONNX Runtime, int8"]
+    assert results["PyTorch"]["accuracy"] == results["ONNX Runtime"]["accuracy"] == 0.75
+    assert results["ONNX Runtime"]["difference"] < 1e-5 < results["ONNX Runtime, int8"]["difference"] < 0.1
+    assert results["ONNX Runtime, int8"]["megabytes"] < results["ONNX Runtime"]["megabytes"]
+    assert json.loads((folder / "all_results.json").read_text())["results"] == results
+    table = capsys.readouterr().out
+    assert "ms at 6" in table and "ms at 40" in table and "75.0%" in table
+
+    # The folder alone is enough, and takes what the tokenizer gives.
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    arrays = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="np")
+    assert torch.allclose(torch.from_numpy(session.run(["logits"], dict(arrays))[0]), logits, atol=1e-5)
+    assert json.loads((folder / "config.json").read_text())["label2id"] == {"bad": 0, "good": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "translation"], "--task must be one of feature-extraction"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--lengths", "8", "65"], "--lengths must lie between 1 and 64"),
+        (["--validation_file", "rows.jsonl"], "--task text-classification"),
+    ],
+)
+def test_flags_that_cannot_be_followed(options, message, checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export_onnx.main(["--model_name_or_path", checkpoint, "--output_dir", str(tmp_path / "output"), *options])
+    assert not Path(tmp_path, "output").exists()
