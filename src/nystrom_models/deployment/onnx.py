@@ -89,11 +89,11 @@ def export_onnx(
 
     All inputs are int64 of shape (batch_size, sequence_length), (batch_size, num_choices, sequence_length) for
     multiple choice, of any batch size and any length that the model takes; padding may lie anywhere. Outputs have the
-    names of the fields that the model returns (`logits`; `last_hidden_state`, `pooler_output`; ...), and the dtype of
-    the model. Values at padding mean nothing.
+    names of the fields that the model returns (`logits`; `last_hidden_state`, `pooler_output`; ...), in float32.
+    Values at padding mean nothing.
 
     Args:
-        model: in evaluation mode, in float32 or float16, and with `attn_implementation="sdpa"`, the default.
+        model: in evaluation mode, in float32, and with `attn_implementation="sdpa"`, the default.
         path: the file; missing folders are made.
         input_names: of `input_ids`, `attention_mask` and `token_type_ids`, those that will be given, such as
             `tokenizer.model_input_names`.
@@ -117,8 +117,8 @@ def export_onnx(
         )
     if model.config.output_attentions:
         raise ValueError("Attention maps have no graph: set model.config.output_attentions = False.")
-    if model.dtype not in (torch.float32, torch.float16):
-        raise ValueError(f"ONNX Runtime has few operators in {model.dtype}: call model.float() before.")
+    if model.dtype != torch.float32:
+        raise ValueError(f"ONNX files are written in float32, but the model is in {model.dtype}: call model.float().")
     if opset_version not in OPSET_VERSIONS:
         raise ValueError(f"opset_version must be {OPSET_VERSIONS[0]} to {OPSET_VERSIONS[-1]}, but is {opset_version}.")
     if "input_ids" not in input_names or not set(input_names) <= set(INPUT_NAMES):
