@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from benchmarks.exact import AGAINST_EXACT, EXACT, merge_heads, softmax_attention_chunked, split_heads
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
+from nystrom_models import kernels
+from nystrom_models.models import attention_nystrom
 from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
 
 JUDGED_BY_HEAD = (
@@ -66,6 +68,37 @@ def needs_even_segments(setting: Setting) -> str | None:
     if setting.length <= setting.num_landmarks or setting.length % setting.num_landmarks:
         return f"needs more tokens than landmarks, and a multiple of them ({setting.num_landmarks})"
     return None
+
+
+def needs_cuda(setting: Setting) -> str | None:
+    return None if setting.device == "cuda" else "is for a GPU: --device cuda"
+
+
+def needs_kernels(setting: Setting) -> str | None:
+    if setting.device != "cuda":
+        return needs_cuda(setting)
+    states = torch.empty(
+        setting.batch_size, setting.length, setting.num_heads, setting.head_dim, dtype=setting.dtype, device="cuda"
+    ).transpose(1, 2)
+    return kernels.why_not(states, states, states, num_landmarks=setting.num_landmarks)
+
+
+def without_kernels(*arguments, **options) -> Tensor:
+    """Nyström attention of PyTorch's operations, on a GPU too."""
+    hung, attention_nystrom.fast_kernels = attention_nystrom.fast_kernels, None
+    try:
+        return nystrom_attention(*arguments, **options)
+    finally:
+        attention_nystrom.fast_kernels = hung
+
+
+def needs_cuda_forward(setting: Setting) -> str | None:
+    return "is a forward pass: leave --backward out" if setting.backward else needs_cuda(setting)
+
+
+def moved_bytes(setting: Setting, inputs: Inputs) -> Tensor:
+    """Reads two tensors (B, N, H·D) and writes two, the traffic of reading three and writing a result."""
+    return torch.stack([inputs["query"], inputs["key"]])
 
 
 class Given(nn.Module):
@@ -161,6 +194,23 @@ def add_contenders(workload: Workload) -> Workload:
     @workload.contender("ours-reference", ours=True)
     def ours_reference(setting, inputs):
         return Prepared(lambda: attend(nystrom_attention_reference, setting, inputs))
+
+    @workload.contender("ours-kernels", ours=True, refuses=needs_kernels)
+    def ours_kernels(setting, inputs):
+        return Prepared(lambda: attend(kernels.nystrom_attention, setting, inputs))
+
+    @workload.contender("ours-pytorch", ours=True, refuses=needs_cuda)
+    def ours_pytorch(setting, inputs):
+        return Prepared(lambda: attend(without_kernels, setting, inputs))
+
+    @workload.contender(
+        "memory-floor",
+        reference=moved_bytes,
+        refuses=needs_cuda_forward,
+        judged="as a copy: it moves the bytes that any implementation has to move, and computes nothing",
+    )
+    def memory_floor(setting, inputs):
+        return Prepared(lambda: moved_bytes(setting, inputs))
 
     @workload.contender("transformers", refuses=needs_even_segments, judged=JUDGED_BY_HEAD)
     def transformers(setting, inputs):

@@ -99,7 +99,7 @@ def why_not(
         return f"they drop nothing, and attention_probs_dropout_prob is {dropout_p}: set it to 0 to train with them"
     if batch * heads > _MAX_PROGRAMS:
         return f"batch size times heads is {batch * heads}, above {_MAX_PROGRAMS}: take a smaller batch"
-    if max(length * tensor.stride(2) for tensor in (query, key, value)) >= 2**31:
+    if length * max(heads * dim, query.stride(2), key.stride(2), value.stride(2)) >= 2**31:
         return "an example has 2**31 elements or more"
     return None
 

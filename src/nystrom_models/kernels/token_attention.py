@@ -195,8 +195,7 @@ def _taps_backward(
 def _sizes(num_landmarks: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
     sizes = {"BLOCK_M": tile(num_landmarks), "BLOCK_D": tile(dim), "num_warps": 8, "num_stages": 1}
     # Products in float32 hold their operands in registers.
-    half = 64 if tile(num_landmarks) * tile(dim) <= 4096 else 32
-    return sizes | {"BLOCK_N": 16 if dtype == torch.float32 else half}
+    return sizes | {"BLOCK_N": 16 if dtype == torch.float32 else 64}
 
 
 def _convolution_sizes(dim: int, dtype: torch.dtype) -> dict[str, Any]:
