@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoConfig, AutoModelForPreTraining
 
 import nystrom_models
+from nystrom_models.models.encoder import EncoderPreTrainedModel
+from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.finetuning import FinetuningOptimizationArguments
+from nystrom_models.training.grid import parse_grid
+from nystrom_models.training.optimization import OptimizationArguments
+from nystrom_models.training.pretraining import PretrainingArguments
 
 FOLDER = Path(nystrom_models.__file__).parents[2] / "configs"
+sys.path.insert(0, str(FOLDER.parent / "examples"))
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.glob("*former/*.json"))
 
 
@@ -17,11 +28,13 @@ def test_configuration_gives_the_model_its_name_says(name):
     family, stem = name.removesuffix(".json").split("/")
     size, length, *options = stem.split("-")
     assert type(config).__module__.startswith("nystrom_models.") and config.model_type == family
-    assert (config.hidden_size, config.num_hidden_layers) == {"base": (768, 12), "small": (512, 4)}[size]
+    assert (config.hidden_size, config.num_hidden_layers) == {"base": (768, 12), "small": (512, 4), "tiny": (128, 2)}[
+        size
+    ]
     # Positions are counted as in the published Nyströmformers (n - 2), or as in the Linformer paper (n).
     assert config.max_position_embeddings in (int(length) - 2, int(length))
     if family == "nystromformer":
-        assert config.num_landmarks == (None if options == ["softmax"] else 64)
+        assert config.num_landmarks == (None if options == ["softmax"] else 32 if size == "tiny" else 64)
     else:
         assert config.projected_dim == int(options[0].removeprefix("k"))
         assert config.share_projection == "_".join(options[1:])
@@ -41,3 +54,46 @@ def test_sharing_modes_have_the_number_of_projections_of_the_paper():
     """288, 24, 12 and 1 for 12 layers of 12 heads (section 4 of arXiv:2006.04768)."""
     names = [f"base-512-k256-{mode}.json" for mode in ("none", "headwise", "key-value", "layerwise")]
     assert [projections(name) for name in names] == [288, 24, 12, 1]
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "recipes").iterdir()), ids=lambda path: path.stem)
+def test_recipe_is_taken_by_its_script(path, monkeypatch):
+    import run_glue
+    import run_imdb
+
+    monkeypatch.chdir(FOLDER.parent)
+    script = path.read_text().split(maxsplit=2)[1].rstrip(",:")
+    flags = ["--recipe", os.path.relpath(path), "--output_dir", "x", "--tokenizer_name", "x"]
+    if script == "examples/run_pretraining.py":
+        arguments, optimization = parse_arguments((PretrainingArguments, OptimizationArguments), flags)
+        config = AutoConfig.from_pretrained(arguments.config_name)
+        if arguments.config_overrides is not None:
+            config.update_from_string(arguments.config_overrides)
+        assert arguments.streaming is False and optimization.max_train_steps is not None
+    else:
+        types = {"examples/run_glue.py": run_glue.GlueArguments, "examples/run_imdb.py": run_imdb.ImdbArguments}
+        flags += ["--model_name_or_path", "x"]
+        arguments, optimization = parse_arguments((types[script], FinetuningOptimizationArguments), flags)
+        points = parse_grid(arguments.grid or [], arguments, optimization)
+        if "tiny" in path.stem:
+            assert points == {"seed": [0, 1, 2]}
+        else:
+            assert optimization.num_train_epochs == 4
+            assert optimization.learning_rate == 3e-5 or "learning_rate" in points
+
+
+def test_the_grid_of_mrpc_is_the_papers():
+    """Section 5.1 of arXiv:2102.03902."""
+    line = (FOLDER / "recipes" / "finetuning-mrpc-grid.args").read_text().splitlines()[-1]
+    grid = parse_grid(line.split()[1:], OptimizationArguments())
+    assert grid == {"per_device_train_batch_size": [8, 16, 32], "learning_rate": [2e-5, 3e-5, 4e-5, 5e-5]}
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "accelerate").iterdir()), ids=lambda path: path.stem)
+def test_launch_file_is_what_accelerate_reads(path):
+    launch = load_config_from_file(str(path))  # refuses unknown keys
+    content = yaml.safe_load(path.read_text())
+    assert launch.distributed_type == content["distributed_type"] and launch.mixed_precision == "bf16"
+    if "fsdp_config" in content:
+        wrapped = content["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
+        assert wrapped in EncoderPreTrainedModel._no_split_modules

@@ -76,7 +76,7 @@ def test_two_processes_give_what_one_gives(mrpc, checkpoint, tmp_path):
     half = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "5"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     subprocess.run(
-        [*launch, run_glue.__file__, *paths, *OPTIONS, *options, *half], check=True, env=environment, timeout=240
+        [*launch, run_glue.__file__, *paths, *OPTIONS, *options, *half], check=True, env=environment, timeout=500
     )
     two = json.loads((tmp_path / "output" / "all_results.json").read_text())["results"]
     assert two["validation"] == pytest.approx(results["validation"], rel=1e-3)
@@ -177,3 +177,57 @@ def test_faults_are_named_before_training(options, message, checkpoint, pairs, w
     with pytest.raises(ValueError, match=message):
         run(checkpoint, tmp_path, *(option.format(**files) for option in options.split()))
     assert not (tmp_path / "output" / "model.safetensors").exists()
+
+
+def test_a_labelled_test_set_is_scored(checkpoint, pairs, write_rows, tmp_path):
+    rows = write_rows(pairs(60))
+    files = ["--train_file", rows, "--validation_file", rows, "--test_file", rows]
+    results, _ = run(checkpoint, tmp_path, "--task_name", "mrpc", *files, "--max_train_steps", "2")
+    assert results["test"] == results["validation"]
+    assert len((tmp_path / "output" / "MRPC.tsv").read_text().splitlines()) == 61
+
+
+def test_what_a_run_leaves(mrpc, checkpoint):
+    history = [json.loads(line) for line in (mrpc[0] / "history.jsonl").read_text().splitlines()]
+    # 160 rows are 10 steps an epoch, and the last evaluation is after the end.
+    held_out = {row["step"]: row["eval_accuracy"] for row in history if "eval_accuracy" in row}
+    assert list(held_out) == [10, 20, 30, 40, 50, 60] and held_out[60] == 1.0
+    assert (mrpc[0] / "training_curve.png").is_file()
+    card = (mrpc[0] / "README.md").read_text()
+    assert "160 rows of rows.jsonl" in card and "| f1 | 1.0 |" in card and "text_pair" in card
+    assert str(Path(checkpoint).parent) not in card
+
+
+def test_a_grid_over_rates_and_seeds(checkpoint, pairs, write_rows, tmp_path, capsys):
+    rows = write_rows(pairs(64))
+    files = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows]
+    options = [*files, "--max_train_steps", "20", "--grid", "learning_rate=1e-9,4e-3", "seed=0,1"]
+    outcome, written = run(checkpoint, tmp_path, *options)
+    poor, good = outcome["grid"]
+    assert (poor["learning_rate"], good["learning_rate"], good["seeds"]) == (1e-9, 4e-3, [0, 1])
+    assert outcome["best"] == good and written["results"] == outcome
+    runs = [
+        json.loads((tmp_path / "output" / name / "all_results.json").read_text())["results"]["validation"]["accuracy"]
+        for name in good["runs"]
+    ]
+    assert good["validation"]["accuracy"]["mean"] == pytest.approx(sum(runs) / 2)
+    assert good["validation"]["accuracy"]["std"] == pytest.approx(abs(runs[0] - runs[1]) / 2**0.5)
+    assert "* learning_rate=0.004: accuracy" in capsys.readouterr().out
+    # Run again with one more rate: what is finished is not repeated.
+    finished = tmp_path / "output" / good["runs"][1] / "model.safetensors"
+    before = finished.stat().st_mtime_ns
+    again, _ = run(checkpoint, tmp_path, *options[:-2], "learning_rate=4e-3,1e-3", "seed=0,1")
+    assert again["grid"][0] == good and finished.stat().st_mtime_ns == before
+    run(checkpoint, tmp_path, *options[:-2], "learning_rate=4e-3", "seed=1", "--weight_decay", "0.5")
+    assert finished.stat().st_mtime_ns != before
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [("learning_rat=1", "learning_rat=1"), ("learning_rate", "with values"), ("output_dir=a,b", "output_dir")],
+)
+def test_a_wrong_grid_is_named(grid, message, checkpoint, pairs, write_rows, tmp_path):
+    rows = write_rows(pairs(40))
+    files = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows]
+    with pytest.raises(ValueError, match=message):
+        run(checkpoint, tmp_path, *files, "--grid", grid)

@@ -2,13 +2,17 @@
 """To the Hub and back, through the real client and processes that share nothing but a small Hub."""
 
 import hashlib
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from nystrom_models.training.hub import push
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 PUSH = """
 import json, sys
@@ -74,6 +78,15 @@ print(json.dumps(answers))
 """
 
 
+RUN = """
+import json, sys
+sys.path.insert(0, json.loads(sys.argv[1])[0])
+import run_imdb
+
+print(json.dumps(run_imdb.main(json.loads(sys.argv[1])[1:])["validation"]))
+"""
+
+
 def digests(folder):
     return {path: hashlib.sha256(path.read_bytes()).digest() for path in folder.rglob("*") if path.is_file()}
 
@@ -110,6 +123,24 @@ def test_pushed_then_loaded_in_another_process(hub, client, classifier, fill_mas
             torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-6, atol=1e-6)
             assert len(answer) == (5 if repo_id == "ada/masks" else 1)
     assert with_package["ada/finished"][1][0]["label"] in ("weather", "music")
+
+
+def test_a_script_pushes_what_its_run_leaves(hub, client, rows, fill_mask, tmp_path):
+    file, output = tmp_path / "rows.jsonl", tmp_path / "talk"
+    rows.to_json(file)
+    options = ["--train_file", file, "--validation_file", file, "--model_name_or_path", fill_mask]
+    options += ["--per_device_train_batch_size", 16, "--max_train_steps", 3, "--output_dir", output]
+    options += ["--push_to_hub", "--hub_token", "token-of-ada", "--checkpointing_steps", 2, "--with_tracking"]
+    scores = client(RUN, str(EXAMPLES), *map(str, options), token="")
+    pushed = hub.repositories["ada/talk"].files
+    left = {"all_results.json", "history.jsonl", "training_curve.png", "README.md", "model.safetensors", "encoder.py"}
+    assert left <= pushed.keys() and not any("/" in name for name in pushed)
+    assert not any(b"token-of-ada" in file.content for file in pushed.values())
+    assert json.loads(pushed["all_results.json"].content)["results"]["validation"] == scores
+    card = pushed["README.md"].content.decode()
+    assert "rows of rows.jsonl" in card and str(tmp_path) not in card
+    answers = client(LOAD, "the rain and the old", ["ada/talk"], True)
+    assert answers["ada/talk"][1][0]["label"] in ("weather", "music")
 
 
 def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path):

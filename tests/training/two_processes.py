@@ -8,8 +8,16 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from nystrom_models.data import PretrainingCollator, eval_dataloader, pretraining_dataset, train_dataloader
+from nystrom_models.data import (
+    ClassificationCollator,
+    PretrainingCollator,
+    classification_dataset,
+    eval_dataloader,
+    pretraining_dataset,
+    train_dataloader,
+)
 from nystrom_models.training import (
+    ClassificationObjective,
     OptimizationArguments,
     PretrainingObjective,
     create_accelerator,
@@ -20,28 +28,50 @@ from nystrom_models.training import (
 from tests.training.models import FAMILIES, tiny_model
 
 TOTAL_BATCH_SIZE = 8
+STEPS = 50
+
+
+def pretrain(accelerator, family, tokenizer, texts, folder):
+    """History, scores and number of tokens; the model is saved."""
+    examples = pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 40, short_seq_prob=0.3)
+    collator = PretrainingCollator(tokenizer)
+    batch_size = TOTAL_BATCH_SIZE // accelerator.num_processes
+    args = OptimizationArguments(batch_size, learning_rate=1e-3, max_train_steps=STEPS)
+    model = tiny_model(family, tokenizer).double()
+    loader = train_dataloader(examples, collator, batch_size, TOTAL_BATCH_SIZE)
+    state = train(accelerator, model, PretrainingObjective(), loader, args, logging_steps=1)
+    # 37 rows: neither the batch size nor the number of processes divides it.
+    loader = eval_dataloader(examples.select(range(37)), collator, 5)
+    scores = evaluate(accelerator, state.model, PretrainingObjective(), loader)
+    save_pretrained(accelerator, state.model, tokenizer, f"{folder}/{family}{accelerator.num_processes}")
+    return {"history": state.history, "scores": scores, "num_tokens": state.num_tokens}
+
+
+def finetune(accelerator, family, tokenizer, texts):
+    """History and scores of a classifier."""
+    rows = Dataset.from_dict({"text": texts, "label": [i % 3 for i in range(len(texts))]})
+    encoded = classification_dataset(rows, tokenizer, 40)
+    batch_size = TOTAL_BATCH_SIZE // accelerator.num_processes
+    args = OptimizationArguments(batch_size, learning_rate=1e-3, max_train_steps=STEPS)
+    model = tiny_model(family, tokenizer, "classification", num_labels=3).double()
+    collator = ClassificationCollator(tokenizer)
+    loader = train_dataloader(encoded, collator, batch_size, TOTAL_BATCH_SIZE)
+    state = train(accelerator, model, ClassificationObjective(), loader, args, logging_steps=1)
+    loader = eval_dataloader(encoded.select(range(37)), collator, 5)
+    scores = evaluate(accelerator, state.model, ClassificationObjective(), loader)
+    return {"history": state.history, "scores": scores}
 
 
 def run(folder):
-    """The history, scores and number of tokens of each family; the model is saved."""
+    """What pretraining and fine-tuning of each family gave."""
     accelerator = create_accelerator(cpu=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with open(f"{folder}/texts.json") as file:
         texts = json.load(file)
-    examples = pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 40, short_seq_prob=0.3)
-    collator = PretrainingCollator(tokenizer)
-    batch_size = TOTAL_BATCH_SIZE // accelerator.num_processes
-    args = OptimizationArguments(batch_size, learning_rate=1e-3, max_train_steps=6)
     results = {}
     for family in FAMILIES:
-        model = tiny_model(family, tokenizer).double()
-        loader = train_dataloader(examples, collator, batch_size, TOTAL_BATCH_SIZE)
-        state = train(accelerator, model, PretrainingObjective(), loader, args, logging_steps=1)
-        # 37 rows: neither the batch size nor the number of processes divides it.
-        loader = eval_dataloader(examples.select(range(37)), collator, 5)
-        scores = evaluate(accelerator, state.model, PretrainingObjective(), loader)
-        save_pretrained(accelerator, state.model, tokenizer, f"{folder}/{family}{accelerator.num_processes}")
-        results[family] = {"history": state.history, "scores": scores, "num_tokens": state.num_tokens}
+        results[f"{family} pretraining"] = pretrain(accelerator, family, tokenizer, texts, folder)
+        results[f"{family} fine-tuning"] = finetune(accelerator, family, tokenizer, texts)
     return results
 
 

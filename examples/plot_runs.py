@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the training curves of several runs side by side, as figure 5 of the Nyströmformer paper does.
+
+    python examples/plot_runs.py --runs outputs/softmax outputs/nystrom outputs/linformer --output curves.png
+
+takes the --output_dir of finished runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.curve import plot_history, read_history
+
+
+@dataclass(kw_only=True)
+class PlotArguments:
+    """Runs and picture."""
+
+    runs: list[str] = field(metadata={"help": "The --output_dir of every run."})
+    labels: list[str] | None = field(
+        default=None, metadata={"help": "Their names; those of the folders if not given."}
+    )
+    output: str = field(default="training_curves.png", metadata={"help": "Picture to write: .png, .svg or .pdf."})
+
+    def __post_init__(self):
+        if self.labels is None:
+            self.labels = [Path(run).resolve().name for run in self.runs]
+        if len(self.labels) != len(self.runs) or len(set(self.labels)) != len(self.labels):
+            raise ValueError(f"--labels must give each of the {len(self.runs)} runs a name of its own.")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the script with command-line arguments."""
+    (arguments,) = parse_arguments((PlotArguments,), args, __doc__)
+    histories = {label: read_history(run) for label, run in zip(arguments.labels, arguments.runs, strict=True)}
+    plot_history(histories, arguments.output)
+    print(f"Drawn: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

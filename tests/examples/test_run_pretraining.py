@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import random
+from pathlib import Path
+
+import pytest
+import run_pretraining
+import torch
+import train_tokenizer
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertConfig, BertForPreTraining
+from transformers import pipeline as hf_pipeline
+
+from nystrom_models import LinformerForPreTraining, NystromformerForPreTraining
+from nystrom_models.data import PretrainingCollator, eval_dataloader, pretraining_dataset
+from nystrom_models.training import create_accelerator
+from nystrom_models.training.pretraining import held_out_scores
+from nystrom_models.training.splits import load_documents
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.1,
+    "initializer_range": 0.1,
+}
+OPTIONS = (
+    "--per_device_train_batch_size 8 --per_device_eval_batch_size 16 --learning_rate 3e-3 --logging_steps 5".split()
+)
+OPTIONS += "--max_length 48 --validation_split_percentage 20".split()
+
+
+def document(number):
+    """Sentences whose last words follow from their first, and whose order tells."""
+    choices = random.Random(number).choices
+    animals, places = choices("cat dog cow hen fox".split(), k=4), choices("barn yard field".split(), k=2)
+    return "\n".join(
+        [
+            f"First the {animals[0]} and the {animals[0]} were seen in the {places[0]}.",
+            f"Then the {animals[1]} and the {animals[1]} came after them.",
+            f"Last of all the {animals[2]} and the {animals[2]} left the {places[1]}.",
+        ]
+    )
+
+
+DOCUMENTS = list(dict.fromkeys(document(i) for i in range(200)))[:150]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A text file of documents between blank lines, a tokenizer, and a configuration of either family."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train.txt").write_text("\n\n".join(DOCUMENTS) + "\n", encoding="utf-8")
+    options = ["--train_file", f"{folder}/train.txt", "--vocab_size", "200", "--max_length", "64"]
+    train_tokenizer.main([*options, "--output_dir", f"{folder}/tokenizer", "--cache_dir", f"{folder}/cache"])
+    configs = {
+        "nystromformer": {"num_landmarks": 8, "conv_kernel_size": 5},
+        "linformer": {"projected_dim": 8},
+    }
+    for family, fields in configs.items():
+        config = {"model_type": family, **SIZES, **fields}
+        (folder / f"{family}.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def run(corpus, output, *options, family="nystromformer", steps=10):
+    paths = ["--config_name", f"{corpus}/{family}.json", "--tokenizer_name", f"{corpus}/tokenizer"]
+    paths += ["--train_file", f"{corpus}/train.txt", "--cache_dir", f"{corpus}/cache", "--output_dir", str(output)]
+    # Accelerate keeps the precision of a process; each run here is one of its own.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    results = run_pretraining.main([*paths, *OPTIONS, "--max_train_steps", str(steps), *options])
+    return results, [json.loads(line) for line in Path(output, "history.jsonl").read_text().splitlines()]
+
+
+def losses(history):
+    return [row["mlm_loss"] for row in history if "mlm_loss" in row]
+
+
+@pytest.fixture(scope="module", params=["nystromformer", "linformer"])
+def trained(request, corpus, tmp_path_factory):
+    output = tmp_path_factory.mktemp(request.param) / "run"
+    options = ["--max_train_samples", "100", "--eval_strategy", "steps", "--eval_steps", "100", "--with_tracking"]
+    return request.param, output, *run(corpus, output, *options, family=request.param, steps=250)
+
+
+def test_it_learns_and_leaves_everything(trained):
+    family, output, results, _ = trained
+    scores = results["validation"]
+    assert scores["mlm_accuracy"] > 0.5 and scores["sop_accuracy"] > 0.8
+    assert scores["perplexity"] == pytest.approx(torch.tensor(scores["mlm_loss"]).exp().item())
+    written = json.loads((output / "all_results.json").read_text())
+    assert written["results"] == results and written["arguments"]["max_length"] == 48
+    assert (output / "training_curve.png").read_bytes().startswith(b"\x89PNG")
+    card = (output / "README.md").read_text()
+    assert "100 documents of train.txt" in card and "30 documents that were held out" in card
+    assert str(output.parent) not in card and "perplexity" in card
+    assert type(AutoModelForPreTraining.from_pretrained(output)).__name__.lower() == f"{family}forpretraining"
+
+
+def test_scores_are_those_of_the_saved_model_on_the_held_out_documents(trained, corpus):
+    _, output, results, _ = trained
+    arguments = run_pretraining.PretrainingArguments(
+        output_dir=str(output), config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"]
+    )
+    documents = load_documents(arguments, False, 20, seed=0)
+    assert len(documents["validation"]) == 30 and not {*documents["validation"]["text"]} & {
+        *documents["train"]["text"]
+    }
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    examples = pretraining_dataset(documents["validation"], tokenizer, 48)
+    loader = eval_dataloader(examples, PretrainingCollator(tokenizer), 7)
+    scores = held_out_scores(create_accelerator(cpu=True), AutoModelForPreTraining.from_pretrained(output), loader)
+    assert scores == pytest.approx(results["validation"], rel=1e-5)
+
+
+def test_the_model_fills_masks(trained):
+    fill = hf_pipeline("fill-mask", model=str(trained[1]))
+    assert fill("First the fox and the fox [MASK] seen in the yard.")[0]["token_str"] == "were"
+
+
+def test_evaluations_stand_in_the_history_and_change_nothing(trained, corpus, tmp_path):
+    family, _, _, history = trained
+    held_out = [row for row in history if "eval_mlm_loss" in row]
+    assert [row["step"] for row in held_out] == [100, 200, 250]
+    options = ["--max_train_samples", "100", "--eval_strategy", "no"]
+    _, alone = run(corpus, tmp_path, *options, family=family, steps=250)
+    assert losses(alone) == losses(history)
+
+
+def test_tensorboard_gets_the_figures(trained):
+    events = EventAccumulator(str(trained[1] / "logs")).Reload()
+    logged = {tag: [scalar.step for scalar in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert logged["mlm_loss"] == [*range(5, 251, 5)] and logged["eval_sop_accuracy"] == [100, 200, 250]
+
+
+def test_a_stream_is_trained_on_and_resumed(corpus, tmp_path):
+    """Also over the end of an epoch, which a stream does not announce: 20 documents are few steps."""
+    options = ["--streaming", "--max_eval_samples", "10", "--max_train_samples", "40", "--checkpointing_steps", "9"]
+    _, whole = run(corpus, tmp_path, *options, steps=20)
+    _, resumed = run(corpus, tmp_path, *options, "--resume_from_checkpoint", f"{tmp_path}/checkpoint-9", steps=20)
+    assert losses(resumed) == losses(whole) and len(whole) == 5
+    assert len(set(losses(whole))) == 4
+
+
+def test_the_held_out_documents_of_a_stream_are_not_trained_on(corpus):
+    arguments = run_pretraining.PretrainingArguments(
+        output_dir="x", config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"], max_eval_samples=10
+    )
+    documents = load_documents(arguments, True, 5, seed=0)
+    held_out, rest = documents["validation"]["text"], [row["text"] for row in documents["train"]]
+    assert isinstance(documents["validation"], Dataset) and len(held_out) == 10
+    assert [text.strip() for text in [*held_out, *rest]] == DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        (["--gradient_checkpointing"], 1e-5),
+        (["--torch_compile", "--torch_compile_backend", "aot_eager"], 1e-4),
+        (["--mixed_precision", "bf16"], 2e-2),
+        (["--whole_word_mask", "--mlm_probability", "0.15"], None),
+        (["--dataloader_num_workers", "2"], 0),
+        (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4"], 1e-3),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
+    quiet = ["--eval_strategy", "no", "--config_overrides", "hidden_dropout_prob=0.0"]
+    _, plain = run(corpus, tmp_path / "plain", *quiet)
+    _, history = run(corpus, tmp_path / "option", *quiet, *options)
+    if tolerance is None:
+        assert losses(history) != losses(plain)
+    else:
+        assert losses(history) == pytest.approx(losses(plain), rel=tolerance, abs=0)
+        assert len(history) == 3
+
+
+def test_going_on_with_a_model(trained, corpus, tmp_path):
+    _, output, results, _ = trained
+    paths = [
+        "--model_name_or_path",
+        str(output),
+        "--train_file",
+        f"{corpus}/train.txt",
+        "--cache_dir",
+        f"{corpus}/cache",
+    ]
+    going_on = run_pretraining.main(
+        [*paths, *OPTIONS, "--learning_rate", "1e-9", "--max_train_steps", "1", "--output_dir", str(tmp_path)]
+    )
+    assert going_on["validation"]["mlm_loss"] == pytest.approx(results["validation"]["mlm_loss"], rel=1e-3)
+
+
+def test_beginning_with_a_bert(corpus, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SIZES)
+    bert = BertForPreTraining(config)
+    bert.save_pretrained(tmp_path / "bert")
+    same = f"vocab_size={len(tokenizer)},hidden_act=gelu,layer_norm_eps=1e-12,pad_token_id={tokenizer.pad_token_id}"
+    options = ["--model_name_or_path", f"{tmp_path}/bert", "--config_overrides", same, "--learning_rate", "1e-9"]
+    run(corpus, tmp_path / "run", *options, steps=1)
+    begun = AutoModelForPreTraining.from_pretrained(tmp_path / "run")
+    assert isinstance(begun, NystromformerForPreTraining)
+    torch.testing.assert_close(
+        begun.nystromformer.embeddings.word_embeddings.weight, bert.bert.embeddings.word_embeddings.weight
+    )
+
+
+def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
+    (tmp_path / "recipe.args").write_text(
+        "# tried\n--max_train_steps 3 --mlm_probability 0.4\n--seed 7  # as always\n"
+    )
+    results, _ = run(corpus, tmp_path / "run", "--recipe", f"{tmp_path}/recipe.args", steps=2)
+    arguments = json.loads((tmp_path / "run" / "all_results.json").read_text())["arguments"]
+    assert results["train"]["steps"] == 2
+    assert (arguments["mlm_probability"], arguments["seed"], arguments["learning_rate"]) == (0.4, 7, 3e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ("--max_length 65", ValueError, "max_position_embeddings=65"),
+        ("--text_column_name body", ValueError, "no column 'body'; its columns are"),
+        ("--validation_split_percentage 0", ValueError, "--validation_file"),
+        ("--dataset_name some/corpus", ValueError, "both are given: --train_file"),
+        ("--config_overrides hidden_sise=64", ValueError, "--config_overrides .*hidden_sise"),
+        ("--config_overrides num_attention_heads=5", ValueError, "num_attention_heads"),
+        ("--streaming", ValueError, "--max_eval_samples"),
+        ("--eval_strategy steps", ValueError, "--eval_steps"),
+        ("--hub_model_id name", ValueError, "--push_to_hub"),
+        ("--per_device_train_batch_size 4096", ValueError, "fewer than the 4096"),
+        ("--recipe nowhere.args", FileNotFoundError, "configs/recipes/"),
+        ("--train_file nowhere.txt", FileNotFoundError, "--train_file names nowhere.txt"),
+        ("--report_to tensorbord --with_tracking", ValueError, "tensorbord"),
+    ],
+)
+def test_faults_are_named_before_training(options, error, message, corpus, tmp_path):
+    with pytest.raises(error, match=message):
+        run(corpus, tmp_path / "run", *options.split())
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_stream_needs_its_number_of_steps(corpus, tmp_path):
+    paths = ["--config_name", f"{corpus}/linformer.json", "--tokenizer_name", f"{corpus}/tokenizer"]
+    paths += ["--train_file", f"{corpus}/train.txt", "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match="--max_train_steps"):
+        run_pretraining.main([*paths, *OPTIONS, "--streaming", "--max_eval_samples", "10"])
+
+
+def test_a_tokenizer_needs_one_source(corpus, tmp_path):
+    with pytest.raises(ValueError, match="--train_file or by --dataset_name"):
+        train_tokenizer.main(["--output_dir", str(tmp_path)])
+
+
+def test_both_families_are_pretrained(trained):
+    classes = {"nystromformer": NystromformerForPreTraining, "linformer": LinformerForPreTraining}
+    assert isinstance(AutoModelForPreTraining.from_pretrained(trained[1]), classes[trained[0]])
+    assert AutoModelForMaskedLM.from_pretrained(trained[1]).config.sparse_prediction is False
