@@ -207,6 +207,18 @@ def test_optimizer_and_schedule(tokenizer):
     assert rates == pytest.approx([0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125])
 
 
+def test_warm_up_by_steps(tokenizer):
+    args = OptimizationArguments(learning_rate=1.0, num_warmup_steps=4, warmup_ratio=0.9)
+    optimizer = create_optimizer(tiny_model("linformer", tokenizer), args)
+    scheduler = create_scheduler(optimizer, args, num_training_steps=8)
+    rates = []
+    for _ in range(8):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25])
+
+
 def test_mismatched_accumulation_is_refused(examples, tokenizer):
     args = OptimizationArguments(gradient_accumulation_steps=2, max_train_steps=1)
     loader = train_dataloader(examples, PretrainingCollator(tokenizer), 4)
@@ -221,6 +233,7 @@ def test_mismatched_accumulation_is_refused(examples, tokenizer):
         ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps"),
         ({"max_train_steps": 0}, "--max_train_steps"),
         ({"warmup_ratio": 2.0}, "--warmup_ratio"),
+        ({"num_warmup_steps": -1}, "--num_warmup_steps"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

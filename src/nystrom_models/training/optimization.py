@@ -26,6 +26,9 @@ class OptimizationArguments:
         default=None, metadata={"help": "Optimizer steps; takes the place of --num_train_epochs."}
     )
     warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps with rising learning rate."})
+    num_warmup_steps: int | None = field(
+        default=None, metadata={"help": "Steps with rising learning rate; takes the place of --warmup_ratio."}
+    )
 
     def __post_init__(self):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
@@ -35,6 +38,8 @@ class OptimizationArguments:
             raise ValueError(f"--max_train_steps must be at least 1, but is {self.max_train_steps}.")
         if self.num_train_epochs <= 0:
             raise ValueError(f"--num_train_epochs must be positive, but is {self.num_train_epochs}.")
+        if self.num_warmup_steps is not None and self.num_warmup_steps < 0:
+            raise ValueError(f"--num_warmup_steps must be at least 0, but is {self.num_warmup_steps}.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"--warmup_ratio must lie between 0 and 1, but is {self.warmup_ratio}.")
         for name in ("learning_rate", "max_grad_norm"):
@@ -61,7 +66,8 @@ def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.opt
 def create_scheduler(
     optimizer: torch.optim.Optimizer, args: OptimizationArguments, num_training_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up over `warmup_ratio` of the steps, then linear decay to zero."""
-    return get_linear_schedule_with_warmup(
-        optimizer, round(args.warmup_ratio * num_training_steps), num_training_steps
-    )
+    """Linear warm-up over `num_warmup_steps`, or `warmup_ratio` of the steps, then linear decay to zero."""
+    warmup = args.num_warmup_steps
+    if warmup is None:
+        warmup = round(args.warmup_ratio * num_training_steps)
+    return get_linear_schedule_with_warmup(optimizer, warmup, num_training_steps)
