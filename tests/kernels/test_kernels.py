@@ -23,6 +23,7 @@ KERNEL_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
+    kernels._fault.cache_clear()
     monkeypatch.setattr(kernels, "_devices", {"cuda", DEVICE})
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
 
@@ -313,12 +314,33 @@ def test_a_model_uses_them_where_it_can(training, monkeypatch):
         if training:
             assert not ran and len(said) == 1 and "attention_probs_dropout_prob" in said[0]
             return
-        assert len(ran) == 1 and not said
+        assert len(ran) == 2 and not said  # once to see whether the kernels are right
+        model(ids, attention_mask=mask)
+        assert len(ran) == 3
         monkeypatch.setenv(kernels.VARIABLE, "0")
         expected = model(ids, attention_mask=mask).last_hidden_state
-        assert len(ran) == 1 and not said
+        assert len(ran) == 3 and not said
     valid = mask.bool()
     assert relative_error(states[valid], expected[valid]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("fault", ["raises", "differs", "is_nan"])
+def test_kernels_that_fail_on_a_device_are_not_used(fault, monkeypatch):
+    attend, said = kernels._attend, []
+
+    def faulty(query, *arguments):
+        if fault == "raises":
+            raise RuntimeError("out of resource: shared memory")
+        return attend(query * (2.0 if fault == "differs" else torch.nan), *arguments)
+
+    monkeypatch.setattr(kernels, "_attend", faulty)
+    monkeypatch.setattr(kernels.logger, "warning_once", said.append)
+    inputs = states(14, 3)
+    with torch.inference_mode():
+        out = nystrom_attention(*inputs, num_landmarks=M)
+    assert len(said) == 1 and ("shared memory" if fault == "raises" else "differs") in said[0]
+    expected = nystrom_attention_reference(*inputs, num_landmarks=M)
+    assert relative_error(out, expected) < TOLERANCE[torch.float32]
 
 
 def test_autocast_decides_the_dtype():

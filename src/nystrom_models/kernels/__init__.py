@@ -3,7 +3,8 @@
 
 `registration.py` hangs them on `attention_nystrom.fast_kernels`, and they are then used wherever they apply;
 `why_not` tells where they do not. The environment variable NYSTROM_MODELS_KERNELS=0 switches them off. Triton is
-imported at the first call that needs it, and the kernels are compiled at the first call of their sizes.
+imported at the first call that needs it, and the kernels are compiled at the first call of their sizes; then they are
+compared with PyTorch's operations once, and not used on a device where they fail or differ.
 
 Sums have a fixed order: the same inputs give the same result on the same device.
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..models.attention_nystrom import Segments, landmark_segments
+from ..models.attention_nystrom import Segments, landmark_segments, nystrom_attention_reference
 from ..models.attention_ops import is_tracing
 
 logger = logging.get_logger(__name__)
@@ -164,10 +165,73 @@ def nystrom_attention_if_possible(
         dropout_p=dropout_p,
         segments=segments,
     )
+    if reason is None:
+        dtype = query.dtype
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+        reason = _fault(query.device, dtype, num_landmarks, query.shape[-1])
     if reason is not None:
         logger.warning_once(f"Nyström attention without its Triton kernels: {reason}. {VARIABLE}=0 silences this.")
         return None
     return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, segments)
+
+
+# Largest difference over largest value, of outputs and gradients: roundings stay far below, faults do not.
+_FAULT = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+
+
+@functools.cache
+def _fault(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: int) -> str | None:
+    """What is wrong with the kernels of these sizes on this device; None if they compute what PyTorch does.
+
+    A small attention with its gradients is computed by both, once in a process.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("Run the model once before its CUDA graph is captured: the kernels are compiled then.")
+    length = 2 * num_landmarks + 3
+    results = []
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            generator = torch.Generator().manual_seed(0)
+            draws = [torch.randn(2, 1, length, dim, generator=generator) for _ in range(4)]
+            mask = torch.ones(2, length, dtype=torch.bool, device=device)
+            mask[0, : num_landmarks // 2] = False
+            for attend in (_attend, _attend_by_pytorch):
+                *inputs, gradient = (draw.to(device, dtype) for draw in draws)
+                taps = torch.full((1, 1, 5, 1), 0.2, device=device, dtype=dtype)
+                leaves = [tensor.requires_grad_() for tensor in (*inputs, taps)]
+                out = attend(*leaves[:3], mask, num_landmarks, 2, leaves[3], None)
+                kept = mask[:, None, :, None]
+                gradients = torch.autograd.grad(out, leaves, gradient * kept)
+                results.append([tensor.detach().float() for tensor in (out * kept, *gradients)])
+    except Exception as error:  # whatever a compiler or a driver raises
+        return f"a first try on {device} failed ({type(error).__name__}: {str(error)[:200]})"
+    for ours, theirs in zip(*results, strict=True):
+        difference = float((ours - theirs).abs().max() / theirs.abs().max())
+        if not difference <= _FAULT[dtype]:
+            return f"a first try on {device} differs from PyTorch's operations by {difference:.1%}"
+    return None
+
+
+def _attend_by_pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    num_landmarks: int,
+    pinv_iterations: int,
+    conv_weight: Tensor | None,
+    segments: Segments | None,
+) -> Tensor:
+    return nystrom_attention_reference(
+        query,
+        key,
+        value,
+        mask,
+        num_landmarks=num_landmarks,
+        pinv_iterations=pinv_iterations,
+        conv_weight=conv_weight,
+    )
 
 
 def _attend(
