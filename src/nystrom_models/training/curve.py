@@ -49,13 +49,15 @@ def plot_history(histories: Mapping[str, Sequence[Mapping[str, float]]], path: s
         axes = figure.add_subplot(rows, columns, number + 1)
         for color, (label, history) in enumerate(histories.items()):
             steps, values = _series(history, name)
-            axes.plot(steps, values, color=f"C{color}", linewidth=1, label=label if steps else None)
-            steps, values = _series(history, _HELD_OUT + name)
-            if steps:
+            held_out = _series(history, _HELD_OUT + name)
+            # Means over few steps are noisy: what is held out stands before them.
+            alpha = 0.4 if held_out[0] else 1.0
+            axes.plot(steps, values, color=f"C{color}", linewidth=1, alpha=alpha, label=label if steps else None)
+            if held_out[0]:
                 label = f"{label}, held out" if len(histories) > 1 else "held out"
-                axes.plot(steps, values, "o--", color=f"C{color}", markersize=4, linewidth=0.8, label=label)
+                axes.plot(*held_out, "o--", color=f"C{color}", markersize=4, linewidth=1, label=label)
         axes.set(xlabel="step", ylabel=_LABELS[name])
         axes.grid(alpha=0.3)
         if number == 0:
             axes.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
