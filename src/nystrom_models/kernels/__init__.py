@@ -200,7 +200,8 @@ def _fault(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: in
                 *inputs, gradient = (draw.to(device, dtype) for draw in draws)
                 taps = torch.full((1, 1, 5, 1), 0.2, device=device, dtype=dtype)
                 leaves = [tensor.requires_grad_() for tensor in (*inputs, taps)]
-                out = attend(*leaves[:3], mask, num_landmarks, 2, leaves[3], None)
+                q, k, v, weight = leaves
+                out = attend(q, k, v, mask, num_landmarks, 2, weight, None)
                 kept = mask[:, None, :, None]
                 gradients = torch.autograd.grad(out, leaves, gradient * kept)
                 results.append([tensor.detach().float() for tensor in (out * kept, *gradients)])
