@@ -62,6 +62,7 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    found["torch"] = torch.__version__  # with the build, such as +cu130
     return found
 
 

@@ -11,9 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import __version__
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "evaluate")
+PACKAGES = ("transformers", "accelerate", "datasets", "evaluate")
 
 
 def _json(value: Any) -> Any:
@@ -48,6 +50,7 @@ def results_content(results: Mapping[str, Any], *arguments: Any) -> dict[str, An
             "versions": {
                 "python": platform.python_version(),
                 "nystrom_models": __version__,
+                "torch": torch.__version__,  # with the build, such as +cu130
                 **{name: version(name) for name in PACKAGES},
             },
         }
