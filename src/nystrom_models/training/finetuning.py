@@ -161,6 +161,16 @@ def evaluate_predictions(task: TextTask, logits: Tensor, labels: Tensor) -> dict
     return {"loss": float(loss), **metric.compute(predictions=predictions.numpy(), references=labels.numpy())}
 
 
+def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Loss and metrics of the validation sets in `results`, by name; of several, by `{split}/{name}`."""
+    splits = [split for split in results if split.startswith("validation")]
+    return {
+        name if len(splits) == 1 else f"{split}/{name}": value
+        for split in splits
+        for name, value in results[split].items()
+    }
+
+
 def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, label_names: Sequence[str]) -> None:
     """Writes a line a row, its number from 0, a tab and the prediction: GLUE's format for submission.
 
@@ -271,12 +281,7 @@ def finetune(
             return logits, evaluate_predictions(task, logits, torch.tensor(list(rows[split]["labels"])))
 
     def held_out(model: nn.Module) -> dict[str, float]:
-        return {
-            # validation_matched/accuracy where there is more than one set
-            name if len(validation) == 1 else f"{split}/{name}": value
-            for split in validation
-            for name, value in score(model, split)[1].items()
-        }
+        return validation_metrics({split: score(model, split)[1] for split in validation})
 
     state = train(
         accelerator,
@@ -304,19 +309,16 @@ def finetune(
     # Saved first: what follows cannot cost the training.
     save_pretrained(accelerator, state.model, tokenizer, args.output_dir)
 
-    metrics: dict[str, float] = {}
     for split in rows:
         if split == "train":
             continue
         logits, scores = score(state.model, split)
         if scores:
             results[split] = scores
-        if split in validation:
-            prefix = "" if len(validation) == 1 else f"{split}/"
-            metrics |= {f"{prefix}{name}": value for name, value in scores.items()}
-        elif accelerator.is_main_process:
+        if split not in validation and accelerator.is_main_process:
             name = task.prediction_files.get(split, f"{split}_predictions.tsv")
             write_predictions(Path(args.output_dir, name), task, logits, label_names)
+    metrics = validation_metrics(results)
     log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()})
     finish_run(
         accelerator,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from datasets import Dataset
 
 from ..data.classification import TextTask
-from .finetuning import FinetuningArguments, finetune
+from .finetuning import FinetuningArguments, finetune, validation_metrics
 from .optimization import OptimizationArguments
 from .results import read_results, results_content, write_results
 
@@ -94,14 +94,8 @@ def finetune_grid(
                 results = finetune(run_args, run_optimization, task, splits)
                 if any(split not in results for split in validation):
                     return results  # stopped by SIGTERM
-            scores.append(
-                {
-                    name if len(validation) == 1 else f"{split}/{name}": value
-                    for split in validation
-                    for name, value in results[split].items()
-                    if name != "loss"
-                }
-            )
+            metrics = validation_metrics(results)
+            scores.append({name: value for name, value in metrics.items() if name.split("/")[-1] != "loss"})
             folders.append(folder.name)
         points.append({**point, "seeds": list(seeds), "validation": _summary(scores), "runs": folders})
     best = max(points, key=lambda point: statistics.fmean(score["mean"] for score in point["validation"].values()))
