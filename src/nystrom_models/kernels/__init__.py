@@ -196,12 +196,17 @@ def _fault(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: in
             draws = [torch.randn(2, 1, length, dim, generator=generator) for _ in range(4)]
             mask = torch.ones(2, length, dtype=torch.bool, device=device)
             mask[0, : num_landmarks // 2] = False
-            for attend in (_attend, _attend_by_pytorch):
+            attends = (
+                lambda q, k, v, weight: _attend(q, k, v, mask, num_landmarks, 2, weight, None),
+                lambda q, k, v, weight: nystrom_attention_reference(
+                    q, k, v, mask, num_landmarks=num_landmarks, pinv_iterations=2, conv_weight=weight
+                ),
+            )
+            for attend in attends:
                 *inputs, gradient = (draw.to(device, dtype) for draw in draws)
                 taps = torch.full((1, 1, 5, 1), 0.2, device=device, dtype=dtype)
                 leaves = [tensor.requires_grad_() for tensor in (*inputs, taps)]
-                q, k, v, weight = leaves
-                out = attend(q, k, v, mask, num_landmarks, 2, weight, None)
+                out = attend(*leaves)
                 kept = mask[:, None, :, None]
                 gradients = torch.autograd.grad(out, leaves, gradient * kept)
                 results.append([tensor.detach().float() for tensor in (out * kept, *gradients)])
@@ -212,27 +217,6 @@ def _fault(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: in
         if not difference <= _FAULT[dtype]:
             return f"a first try on {device} differs from PyTorch's operations by {difference:.1%}"
     return None
-
-
-def _attend_by_pytorch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    num_landmarks: int,
-    pinv_iterations: int,
-    conv_weight: Tensor | None,
-    segments: Segments | None,
-) -> Tensor:
-    return nystrom_attention_reference(
-        query,
-        key,
-        value,
-        mask,
-        num_landmarks=num_landmarks,
-        pinv_iterations=pinv_iterations,
-        conv_weight=conv_weight,
-    )
 
 
 def _attend(
