@@ -307,10 +307,10 @@ def linformer_attention(
     shared_value = shared_key if value_projection is key_projection else share(value_projection)
     keys = project(key_weight, key_bias, key_projection, shared_key)
     values = project(value_weight, value_bias, value_projection, shared_value)
-    context = attend(query, keys, values, slot_mask, dropout_p)
+    skip = None
     if conv_weight is not None:
         token_values = F.linear(hidden_states, value_weight, value_bias)
         if mask is not None and tokens is not None:
             token_values = pad_tokens(token_values, tokens, mask.shape)
-        context = context + depthwise_convolution(split_heads(token_values, heads), conv_weight, mask)
-    return context
+        skip = depthwise_convolution(split_heads(token_values, heads), conv_weight, mask)
+    return attend(query, keys, values, slot_mask, dropout_p, skip)

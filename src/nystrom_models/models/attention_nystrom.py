@@ -258,44 +258,39 @@ def nystrom_attention(
     Returns: (B, H, N, D). Values at invalid tokens are finite and mean nothing.
     """
     length = query.shape[2]
-    if num_landmarks is None:
-        context = attend(query, key, value, mask, dropout_p)
-    elif not is_tracing() and length <= num_landmarks:
-        # Not while tracing: the graph must hold for lengths on both sides of M.
-        context = attend(query, key, value, mask, dropout_p)
-    else:
-        if fast_kernels is not None and not is_tracing():
-            context = fast_kernels(
-                query,
-                key,
-                value,
-                mask,
-                num_landmarks=num_landmarks,
-                pinv_iterations=pinv_iterations,
-                conv_weight=conv_weight,
-                dropout_p=dropout_p,
-                segments=segments,
-            )
-            if context is not None:
-                return context
-        if mask is None and is_tracing():
-            mask = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-        if mask is None:
-            query_landmarks = _segment_means(query, num_landmarks)
-            key_landmarks = _segment_means(key, num_landmarks)
-            pinv = _landmark_pinv(query_landmarks, key_landmarks, None, pinv_iterations)
-            landmark_values = pinv @ attend(query_landmarks, key, value).to(pinv.dtype)
-            context = attend(query, key_landmarks, landmark_values.to(value.dtype), None, dropout_p)
-        else:
-            segments = landmark_segments(mask, num_landmarks) if segments is None else segments
-            query_landmarks = _gathered_means(query, segments)
-            key_landmarks = _gathered_means(key, segments)
-            pinv = _landmark_pinv(query_landmarks, key_landmarks, segments.exists, pinv_iterations)
-            landmark_values = (pinv @ attend(query_landmarks, key, value, mask).to(pinv.dtype)).to(value.dtype)
-            # Where every token is its own landmark, A⁺ B selects the tokens: their own values, first of each segment.
-            own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
-            landmark_values = torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
-            context = attend(query, key_landmarks, landmark_values, segments.exists, dropout_p)
-    if conv_weight is not None:
-        context = context + depthwise_convolution(value, conv_weight, mask)
-    return context
+    # While tracing, the graph must hold for lengths on both sides of M.
+    exact = num_landmarks is None or (not is_tracing() and length <= num_landmarks)
+    if not exact and fast_kernels is not None and not is_tracing():
+        context = fast_kernels(
+            query,
+            key,
+            value,
+            mask,
+            num_landmarks=num_landmarks,
+            pinv_iterations=pinv_iterations,
+            conv_weight=conv_weight,
+            dropout_p=dropout_p,
+            segments=segments,
+        )
+        if context is not None:
+            return context
+    skip = None if conv_weight is None else depthwise_convolution(value, conv_weight, mask)
+    if exact:
+        return attend(query, key, value, mask, dropout_p, skip)
+    if mask is None and is_tracing():
+        mask = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
+    if mask is None:
+        query_landmarks = _segment_means(query, num_landmarks)
+        key_landmarks = _segment_means(key, num_landmarks)
+        pinv = _landmark_pinv(query_landmarks, key_landmarks, None, pinv_iterations)
+        landmark_values = pinv @ attend(query_landmarks, key, value).to(pinv.dtype)
+        return attend(query, key_landmarks, landmark_values.to(value.dtype), None, dropout_p, skip)
+    segments = landmark_segments(mask, num_landmarks) if segments is None else segments
+    query_landmarks = _gathered_means(query, segments)
+    key_landmarks = _gathered_means(key, segments)
+    pinv = _landmark_pinv(query_landmarks, key_landmarks, segments.exists, pinv_iterations)
+    landmark_values = (pinv @ attend(query_landmarks, key, value, mask).to(pinv.dtype)).to(value.dtype)
+    # Where every token is its own landmark, A⁺ B selects the tokens: their own values, first of each segment.
+    own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
+    landmark_values = torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
+    return attend(query, key_landmarks, landmark_values, segments.exists, dropout_p, skip)

@@ -7,6 +7,7 @@ mask is (B, N), bool, True at valid tokens, which may lie anywhere in a row. The
 from 0, among the valid tokens of its row.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,19 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # takes about the time that the linear layers would save.
 LEAST_PADDING = 1 / 16
 
+# On a CPU, where no gradients are wanted, what is as large as a sequence or larger is computed in blocks of so many
+# tokens, which stay in the caches and reuse each other's memory.
+BLOCK_TOKENS = 1024
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Once in a process, let glibc's malloc keep freed memory rather than return it and fetch it again page by page.
+
+    It does so for blocks as large as the largest that it has seen freed, up to 32 MiB; so one is freed.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
 
 def is_tracing() -> bool:
     """Whether a graph is being recorded, so that Python must not branch on sizes or values."""
@@ -27,19 +41,39 @@ def is_tracing() -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None, dropout_p: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    skip: Tensor | None = None,
 ) -> Tensor:
-    """softmax(query keyᵀ / √D) value over the valid keys, without storing the scores.
+    """softmax(query keyᵀ / √D) value over the valid keys, plus the skip, without storing the scores.
 
     Args:
         query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) bool or None for all valid.
         dropout_p: probability of dropping an attention weight.
+        skip: (B, H, N, D), the caller's no more: the result may take its place in memory.
 
     Returns: (B, H, N, D). A row without a valid key attends to all of them, so that it stays finite.
     """
     if key_mask is not None:
         key_mask = (key_mask | ~key_mask.any(dim=-1, keepdim=True))[:, None, None, :]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout_p)
+    if skip is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout_p)
+    if skip.device.type != "cpu" or torch.is_grad_enabled() or is_tracing() or dropout_p:
+        # Dropout drawn block by block would be another one when a checkpointed layer is computed again.
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout_p) + skip
+    # A large result of its own costs more than the attention: the system hands its memory out page by page.
+    rows, tokens = max(1, BLOCK_TOKENS // query.shape[2]), min(BLOCK_TOKENS, query.shape[2])
+    for row in range(0, query.shape[0], rows):
+        part = slice(row, row + rows)
+        mask = None if key_mask is None else key_mask[part]
+        for queries, sums in zip(query[part].split(tokens, 2), skip[part].split(tokens, 2), strict=True):
+            sums += F.scaled_dot_product_attention(
+                queries, key[part], value[part], attn_mask=mask, dropout_p=dropout_p
+            )
+    return skip
 
 
 def positions_by_rank(mask: Tensor) -> Tensor:
