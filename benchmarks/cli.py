@@ -11,7 +11,15 @@ import sys
 
 import torch
 
-from benchmarks import capabilities, environment, linformer, models, nystrom, report  # noqa: F401  (they register)
+from benchmarks import (  # noqa: F401  (they register)
+    capabilities,
+    environment,
+    linformer,
+    models,
+    nystrom,
+    report,
+    self_attention,
+)
 from benchmarks.measure import measure
 from benchmarks.registry import WORKLOADS, Setting
 
@@ -49,6 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
     table.add_argument("file")
+    table.add_argument("--layout", choices=report.LAYOUTS, help="print --op self-attention as this paper's table does")
+    table.add_argument(
+        "--against", default="exact-softmax", help="contender that a layout compares with (default: exact-softmax)"
+    )
     plot = commands.add_parser("plot", help="plot a result file (needs matplotlib)")
     plot.add_argument("file")
     plot.add_argument("--output", help="image file (default: the result file's name with .png)")
@@ -106,6 +118,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
         "machine": environment.machine(arguments.device),
         "versions": environment.versions(),
         "source": environment.commit(),
+        "ceilings": environment.ceilings(arguments.device, DTYPES[arguments.dtype]),
         "results": [],
     }
     sizes = {
@@ -130,6 +143,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
                 repeats=arguments.repeats,
                 max_seconds=arguments.max_seconds,
                 memory=not arguments.no_memory,
+                ceilings=results["ceilings"],
                 report=lambda line: print(line, file=sys.stderr, flush=True),
             )
             results["results"] += [{**row, "setting": describe_setting(setting)} for row in rows]
@@ -183,7 +197,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "list":
         list_workloads()
     elif arguments.command == "table":
-        print(report.table(read(arguments.file)))
+        results = read(arguments.file)
+        if arguments.layout:
+            print(report.paper_table(results, arguments.layout, arguments.against))
+        else:
+            print(report.table(results))
     elif arguments.command == "capabilities":
         return show_capabilities(arguments.markdown)
     else:

@@ -6,6 +6,8 @@ import os
 import platform
 import re
 import subprocess
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -52,6 +54,43 @@ def machine(device: str) -> dict:
             "cuda": torch.version.cuda,
         }
     return facts
+
+
+def free_memory(device: str) -> int:
+    """Bytes that a process may still take."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            found = re.search(r"^MemAvailable:\s*(\d+) kB", file.read(), re.MULTILINE)
+    except OSError:
+        found = None
+    return 1024 * int(found.group(1)) if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """What the machine reaches at best: bytes read and written in a second by a copy that no cache holds, and
+    additions and multiplications in a second by a product of large matrices of this dtype."""
+    numbers, side = (2**28, 8192) if device == "cuda" else (2**26, 2048)
+    source = torch.ones(numbers, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    product = torch.empty_like(matrix)
+
+    def best(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(6):
+            started = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    return {
+        "bytes_per_second": 2 * 4 * numbers / best(lambda: target.copy_(source)),
+        "operations_per_second": 2 * side**3 / best(lambda: torch.mm(matrix, matrix, out=product)),
+    }
 
 
 def versions() -> dict[str, str | None]:

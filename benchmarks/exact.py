@@ -7,6 +7,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.environment import free_memory
+
 QUERY_CHUNK = 256
 
 
@@ -51,12 +53,21 @@ def cuda_only(setting) -> str | None:
     return None if setting.device == "cuda" else "exists on CUDA devices only"
 
 
+def needs_scores(setting) -> str | None:
+    """The scores and their softmax are stored; a process that asks for more memory than there is gets killed."""
+    matrix = setting.batch_size * setting.num_heads * setting.length**2 * setting.dtype.itemsize
+    free = free_memory(setting.device)
+    if 2 * matrix < 0.9 * free:
+        return None
+    return f"would store {2 * matrix / 2**30:.1f} GiB of scores where {free / 2**30:.1f} GiB are free"
+
+
 AGAINST_EXACT = "against exact attention, which is what it computes"
 
 # name, attention function, refusal
 EXACT = (
     ("exact-sdpa", on_backend(None), None),
-    ("exact-softmax", softmax_attention, None),
+    ("exact-softmax", softmax_attention, needs_scores),
     ("exact-flash", on_backend(SDPBackend.FLASH_ATTENTION), cuda_only),
     ("exact-cudnn", on_backend(SDPBackend.CUDNN_ATTENTION), cuda_only),
     ("exact-efficient", on_backend(SDPBackend.EFFICIENT_ATTENTION), cuda_only),

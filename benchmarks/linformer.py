@@ -79,14 +79,30 @@ def reference(setting: Setting, inputs: Inputs) -> Tensor:
     return attend(linformer_attention_reference, setting, inputs)
 
 
-def attend_exactly(function, setting: Setting, inputs: Inputs) -> Tensor:
+def project_tokens(setting: Setting, inputs: Inputs) -> list[Tensor]:
+    """Queries, keys and values of all tokens, each (B, H, N, D)."""
     key, value = (F.linear(inputs["hidden_states"], inputs[f"{name}_weight"]) for name in ("key", "value"))
-    heads = (split_heads(states, setting.num_heads) for states in (project_query(inputs), key, value))
-    return project_output(function(*heads), inputs)
+    return [split_heads(states, setting.num_heads) for states in (project_query(inputs), key, value)]
+
+
+def attend_exactly(function, setting: Setting, inputs: Inputs) -> Tensor:
+    return project_output(function(*project_tokens(setting, inputs)), inputs)
 
 
 def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
     return attend_exactly(softmax_attention_chunked, setting, inputs)
+
+
+def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
+    """Input and projections read once, output written once; the products, with E and F applied before W."""
+    width, projected = setting.hidden_size, setting.projected_dim
+    tokens = setting.batch_size * setting.length
+    linear_layers = 2 * sum(name in inputs for name in ("query_weight", "output_weight")) * tokens * width**2
+    projections = [tensor for name, tensor in inputs.items() if name.endswith("_projection")]
+    numbers = (3 if "query" in inputs else 2) * tokens * width + sum(tensor.numel() for tensor in projections)
+    operations = linear_layers + 2 * tokens * width * projected * (2 + len(projections))
+    operations += 4 * setting.batch_size * projected * width**2
+    return numbers * setting.dtype.itemsize, operations
 
 
 def adopt(setting: Setting, parameter: Tensor, values: Tensor) -> Tensor:
@@ -190,6 +206,7 @@ linformer = add_contenders(
             inputs=draw_inputs,
             reference=reference,
             baseline="ours",
+            floor=floor,
         )
     )
 )
@@ -203,6 +220,7 @@ linformer_shared = add_contenders(
             inputs=draw_inputs_shared,
             reference=reference,
             baseline="ours",
+            floor=floor,
         )
     )
 )
@@ -216,6 +234,7 @@ linformer_inner = add_contenders(
             inputs=draw_inputs_inner,
             reference=reference,
             baseline="ours",
+            floor=floor,
         )
     )
 )

@@ -258,6 +258,7 @@ def measure(
     repeats: int = 15,
     max_seconds: float = 20.0,
     memory: bool = True,
+    ceilings: dict[str, float] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[dict]:
     """Checks and times the contenders of a workload in one setting.
@@ -267,6 +268,7 @@ def measure(
         repeats: rounds of timing.
         max_seconds: time after which a slow contender sits out further rounds.
         memory: also measure peak memory.
+        ceilings: `environment.ceilings`, to tell how long the workload takes at least on this machine.
         report: called with a line of progress.
 
     Returns:
@@ -274,11 +276,17 @@ def measure(
         "unavailable" or "error", the last three with a `reason`. `speedup`, how many times as fast as this contender
         the baseline is (spread of the ratios of times from the same round), exists only where both are "ok".
         `tokens` is their number in a call, without padding, where the workload counts them.
+        `floor_milliseconds`, of ours in forward passes, is the time in which the machine could move the bytes or do
+        the operations that cannot be avoided, whichever takes longer.
         `others_cpu` is the CPU time that other processes took during the timing, per second: 0 on a quiet machine.
     """
     names = list(workload.contenders) if contenders is None else list(dict.fromkeys([workload.baseline, *contenders]))
     inputs = prepare_inputs(workload, setting)
     references = References(setting, inputs)
+    floor = None
+    if ceilings is not None and workload.floor is not None and not setting.backward:
+        moved, operations = workload.floor(setting, inputs)
+        floor = 1e3 * max(moved / ceilings["bytes_per_second"], operations / ceilings["operations_per_second"])
     results: dict[str, dict] = {}
     ready: dict[str, Callable[[], object]] = {}
     for name in names:
@@ -296,6 +304,7 @@ def measure(
             "peak_bytes": None,
             "tokens": None if workload.tokens is None else workload.tokens(inputs),
             "others_cpu": None,
+            "floor_milliseconds": floor if contender.ours else None,
         }
         results[name] = result
         reason = contender.unavailable(setting)

@@ -39,6 +39,14 @@ def count_tokens(inputs: Inputs) -> int:
     return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
 
 
+def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
+    """The weights of the linear layers read once; the products of a Nyströmformer for the tokens without padding."""
+    width, tokens = setting.hidden_size, count_tokens(inputs)
+    weights = setting.num_layers * 12 * width**2
+    attention = setting.num_layers * tokens * width * (4 * setting.num_landmarks + setting.conv_kernel_size)
+    return weights * setting.dtype.itemsize, 2 * (tokens * weights + attention)
+
+
 def sizes(setting: Setting) -> dict:
     """Configuration fields that all families share."""
     return {
@@ -160,6 +168,7 @@ encoder = register(
         reference=None,
         baseline="ours",
         tokens=count_tokens,
+        floor=floor,
     )
 )
 variable = register(
@@ -171,6 +180,7 @@ variable = register(
         reference=None,
         baseline="ours",
         tokens=count_tokens,
+        floor=floor,
     )
 )
 

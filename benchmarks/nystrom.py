@@ -42,11 +42,13 @@ def smooth_noise(setting: Setting, generator: torch.Generator) -> Tensor:
 
 
 def draw_inputs_with_kernel(setting: Setting, generator: torch.Generator) -> Inputs:
-    inputs = draw_inputs(setting, generator)
+    return draw_inputs(setting, generator) | {"conv_weight": draw_convolution(setting, generator)}
+
+
+def draw_convolution(setting: Setting, generator: torch.Generator) -> Tensor:
     size = setting.conv_kernel_size
     # spread of nn.Conv2d's default initialisation
-    inputs["conv_weight"] = torch.randn(setting.num_heads, 1, size, 1, generator=generator) / math.sqrt(3 * size)
-    return inputs
+    return torch.randn(setting.num_heads, 1, size, 1, generator=generator) / math.sqrt(3 * size)
 
 
 def attend(function, setting: Setting, inputs: Inputs) -> Tensor:
@@ -99,6 +101,13 @@ def needs_cuda_forward(setting: Setting) -> str | None:
 def moved_bytes(setting: Setting, inputs: Inputs) -> Tensor:
     """Reads two tensors (B, N, H·D) and writes two, the traffic of reading three and writing a result."""
     return torch.stack([inputs["query"], inputs["key"]])
+
+
+def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
+    """Queries, keys and values read once, the context written once; each token's four products with M landmarks."""
+    numbers = inputs["query"].numel()
+    taps = setting.conv_kernel_size if "conv_weight" in inputs else 0
+    return 4 * numbers * setting.dtype.itemsize, 2 * numbers * (4 * setting.num_landmarks + taps)
 
 
 class Given(nn.Module):
@@ -261,6 +270,7 @@ nystrom = add_contenders(
             inputs=draw_inputs,
             reference=reference,
             baseline="ours",
+            floor=floor,
         )
     )
 )
@@ -274,6 +284,7 @@ nystrom_conv = add_contenders(
             inputs=draw_inputs_with_kernel,
             reference=reference,
             baseline="ours",
+            floor=floor,
         )
     )
 )

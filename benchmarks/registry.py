@@ -96,6 +96,8 @@ class Workload:
         reference: the function all contenders are checked against, on inputs in float64; None: finite outputs suffice.
         baseline: name of the contender that all ratios refer to.
         tokens: counts the tokens of the inputs, without padding; tables then show tokens a second.
+        floor: the bytes that any implementation of the reference must read or write, and the additions and
+            multiplications that it must do, forward; tables then show how near to the machine's limits ours come.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Workload:
     reference: Callable[[Setting, Inputs], Tensor] | None
     baseline: str
     tokens: Callable[[Inputs], int] | None = None
+    floor: Callable[[Setting, Inputs], tuple[int, int]] | None = None
     contenders: dict[str, Contender] = field(default_factory=dict)
 
     def contender(self, name: str, **options) -> Callable:

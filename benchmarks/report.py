@@ -74,6 +74,12 @@ def tokens_cell(row: dict) -> str | None:
     return f"{1e3 * row['tokens'] / row['milliseconds']['median']:,.0f}"
 
 
+def floor_cell(row: dict) -> str | None:
+    if row["milliseconds"] is None or row.get("floor_milliseconds") is None:
+        return None
+    return f"{100 * row['floor_milliseconds'] / row['milliseconds']['median']:.0f}"
+
+
 def memory_cell(row: dict) -> str | None:
     return None if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.4g}"
 
@@ -119,6 +125,10 @@ def describe_machine(results: dict) -> str:
         hardware += f", {machine['gpu']['name']}"
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
+    limits = results.get("ceilings")
+    if limits:
+        hardware += f"; copies {limits['bytes_per_second'] / 1e9:.3g} GB/s"
+        hardware += f", multiplies matrices at {limits['operations_per_second'] / 1e12:.3g} TFLOP/s"
     return f"{hardware}; {installed}; commit {commit}; {results['created']}"
 
 
@@ -132,6 +142,7 @@ def table(results: dict) -> str:
             (f"time over that of {baseline}", speedup_cell),
             ("tokens a second, without padding", tokens_cell),
             ("peak memory, MiB", memory_cell),
+            ("the machine's limit over time, %", floor_cell),
             ("largest relative deviation", deviation_cell),
         )
         lines += ["", title(rows)]
@@ -142,6 +153,71 @@ def table(results: dict) -> str:
         notes = remarks(rows)
         if notes:
             lines += ["", *notes]
+    return "\n".join(lines)
+
+
+def over(row: dict, other: dict | None, quantity: Callable[[dict], float | None]) -> float | None:
+    """How many times as much of a quantity another contender takes."""
+    mine, theirs = quantity(row), None if other is None else quantity(other)
+    return theirs / mine if mine and theirs else None
+
+
+def time_of(row: dict) -> float | None:
+    return row["milliseconds"] and row["milliseconds"]["median"]
+
+
+def memory_of(row: dict) -> float | None:
+    return row["peak_bytes"] and row["peak_bytes"] / 2**20
+
+
+def nystromformer_table_1(rows: list[dict], against: str) -> list[str]:
+    """As Table 1 of arXiv:2102.03902: memory and time of every module, and in how much less of it than another."""
+    others = {row["setting"]["length"]: row for row in rows if row["contender"] == against}
+
+    def cell(quantity: Callable[[dict], float | None]) -> Callable[[dict], str | None]:
+        def text(row: dict) -> str | None:
+            if not quantity(row):
+                return None
+            ratio = over(row, others.get(row["setting"]["length"]), quantity)
+            return f"{quantity(row):.4g}" + (f" ({ratio:.3g}x)" if ratio else "")
+
+        return text
+
+    blocks = (grid(rows, f"memory, MiB ({against} over it)", cell(memory_of)),)
+    blocks += (grid(rows, f"time, ms ({against} over it)", cell(time_of)),)
+    return [line for block in blocks for line in ("", *block)]
+
+
+def linformer_table_3(rows: list[dict], against: str) -> list[str]:
+    """As Table 3 of arXiv:2006.04768: how many times faster, and in how much less memory, Linformers of each k are."""
+    others = {row["setting"]["length"]: row for row in rows if row["contender"] == against}
+    names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name.startswith("linformer-")]
+    names.sort(key=lambda name: int(name.rpartition("-")[2]))
+    lines = []
+    for heading, quantity in (("time", time_of), ("memory", memory_of)):
+        columns = [f"k = {name.rpartition('-')[2]}" for name in names]
+        lines += ["", f"| {heading} saved, n | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(names)}"]
+        for length in sorted(others):
+            by_name = {row["contender"]: row for row in rows if row["setting"]["length"] == length}
+            ratios = [over(by_name[name], others[length], quantity) if name in by_name else None for name in names]
+            lines.append(f"| {length} | {' | '.join('-' if r is None else f'{r:.3g}x' for r in ratios)} |")
+    return lines
+
+
+LAYOUTS = {"nystromformer-table-1": nystromformer_table_1, "linformer-table-3": linformer_table_3}
+
+
+def paper_table(results: dict, layout: str, against: str) -> str:
+    """The modules of `self_attention.py` in the layout of a paper's table, each beside the one named `against`."""
+    lines = [describe_machine(results)]
+    for rows in groups(results).values():
+        if rows[0]["workload"] == "self-attention":
+            names = list(dict.fromkeys(row["contender"] for row in rows))
+            if against not in names:
+                raise SystemExit(f"--against {against}: was not measured; choose from {', '.join(names)}")
+            lines += ["", title(rows), *LAYOUTS[layout](rows, against)]
+    if len(lines) == 1:
+        raise SystemExit("--layout: needs results of python -m benchmarks run --op self-attention")
     return "\n".join(lines)
 
 
@@ -161,8 +237,8 @@ def plot(results: dict, path: str) -> None:
     found = list(groups(results).values())
     figure, panels = pyplot.subplots(len(found), 2, figsize=(11, 4 * len(found)), squeeze=False)
     quantities = (
-        ("time, ms", lambda row: row["milliseconds"] and row["milliseconds"]["median"]),
-        ("peak memory, MiB", lambda row: row["peak_bytes"] and row["peak_bytes"] / 2**20),
+        ("time, ms", time_of),
+        ("peak memory, MiB", memory_of),
     )
     for rows, pair in zip(found, panels, strict=True):
         names = list(dict.fromkeys(row["contender"] for row in rows))

@@ -34,6 +34,7 @@ ROW = {
     "peak_bytes",
     "tokens",
     "others_cpu",
+    "floor_milliseconds",
     "setting",
 }
 
@@ -49,7 +50,16 @@ def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
     assert code == 0
     printed = capsys.readouterr().out
 
-    assert set(stored) == {"schema_version", "created", "command", "machine", "versions", "source", "results"}
+    assert set(stored) == {
+        "schema_version",
+        "created",
+        "command",
+        "machine",
+        "versions",
+        "source",
+        "ceilings",
+        "results",
+    }
     assert stored["machine"]["cores"] >= 1 and stored["versions"]["torch"] == torch.__version__
     rows = {(row["workload"], row["contender"], row["setting"]["length"]): row for row in stored["results"]}
     assert set(rows) == {(name, who, n) for name in OPERATIONS for who in WORKLOADS[name].contenders for n in (32, 37)}
@@ -65,6 +75,8 @@ def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
             assert set(row["check"]["deviations"]) == compared and (len(compared) > 1) == ("--backward" in options)
         if row["ours"] and who not in ON_A_GPU:
             assert row["status"] == "ok"
+            has_floor = name != "self-attention" and "--backward" not in options
+            assert bool(row["floor_milliseconds"]) == has_floor
         if who in ON_A_GPU:
             assert row["status"] == "unavailable" and "--device cuda" in row["reason"]
 
@@ -206,6 +218,51 @@ def test_bad_arguments_name_what_would_work(capsys, arguments, named):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["run", *arguments])
     assert stopped.value.code == 2 and named in capsys.readouterr().err
+
+
+def test_layouts_of_the_papers_tables(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    code, stored = run(path, "--op", "self-attention", "--lengths", "256", "512")
+    assert code == 0 and all(row["status"] == "ok" for row in stored["results"])
+    capsys.readouterr()
+    rows = {(row["contender"], row["setting"]["length"]): row for row in stored["results"]}
+
+    def times(name, length):
+        return rows[name, length]["milliseconds"]["median"]
+
+    cli.main(["table", str(path), "--layout", "nystromformer-table-1"])
+    printed = capsys.readouterr().out
+    ratio = times("exact-softmax", 512) / times("nystromformer-32", 512)
+    assert f"{times('nystromformer-32', 512):.4g} ({ratio:.3g}x)" in printed
+    cli.main(["table", str(path), "--layout", "linformer-table-3", "--against", "exact-sdpa"])
+    printed = capsys.readouterr().out
+    ratios = [times("exact-sdpa", 256) / times(f"linformer-{k}", 256) for k in (128, 256)]
+    assert f"| 256 | {ratios[0]:.3g}x | {ratios[1]:.3g}x |" in printed
+    with pytest.raises(SystemExit, match="choose from nystromformer-64"):
+        cli.main(["table", str(path), "--layout", "linformer-table-3", "--against", "bert"])
+
+
+def test_scores_that_do_not_fit_are_not_asked_for():
+    refuses = WORKLOADS["nystrom"].contenders["exact-softmax"].refuses
+    assert refuses(Setting(512)) is None
+    assert "GiB are free" in refuses(Setting(2**20))
+
+
+def test_floor_is_the_slower_of_bytes_and_operations():
+    workload, setting = WORKLOADS["nystrom"], Setting(32, **SIZES)
+    moved, operations = 4 * 32 * 16 * 4, 2 * 32 * 16 * 4 * 8
+
+    def floor(bytes_per_second, operations_per_second):
+        ceilings = {"bytes_per_second": bytes_per_second, "operations_per_second": operations_per_second}
+        names = ["exact-sdpa"]
+        ours, other = measure.measure(workload, setting, contenders=names, repeats=1, memory=False, ceilings=ceilings)
+        assert other["floor_milliseconds"] is None
+        return ours["floor_milliseconds"]
+
+    assert floor(1e6, 1e12) == pytest.approx(1e3 * moved / 1e6)
+    assert floor(1e12, 1e6) == pytest.approx(1e3 * operations / 1e6)
+    row = {"milliseconds": {"median": 5.0}, "floor_milliseconds": 2.0}
+    assert report.floor_cell(row) == "40"
 
 
 def test_plot(tmp_path):

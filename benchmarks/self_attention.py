@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The self-attention modules of the papers' speed tables, from hidden states (B, N, C) through all linear layers.
+
+Nyströmformer's Table 1 (Xiong et al. 2021) compares softmax attention with Linformer-256, Longformer-257 and
+Nyströmformer-64 and -32; Linformer's Table 3 (Wang et al. 2020) compares Linformers of several k with softmax
+attention.
+`python -m benchmarks table FILE --layout NAME` prints results as these tables do.
+
+The number in a contender's name is its landmarks, its k or its window. Nyströmformers have their convolution. No
+contender has biases on query, key and value.
+"""
+
+import torch
+from torch import Tensor
+
+from benchmarks import linformer, nystrom
+from benchmarks.exact import (
+    AGAINST_EXACT,
+    QUERY_CHUNK,
+    needs_scores,
+    on_backend,
+    softmax_attention,
+    split_heads,
+)
+from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
+from nystrom_models.models.attention_linformer import linformer_attention, linformer_attention_reference
+from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
+
+LANDMARKS = (64, 32)
+PROJECTED = (256, 128)
+WINDOW = 257
+
+
+def draw_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
+    inputs = linformer.draw_inputs(setting, generator)
+    del inputs["key_projection"], inputs["value_projection"]
+    inputs["hidden_states"] = nystrom.smooth_noise(setting, generator)
+    inputs["conv_weight"] = nystrom.draw_convolution(setting, generator)
+    for size in PROJECTED:
+        for name in ("key", "value"):
+            inputs[f"{name}_projection_{size}"] = torch.randn(size, setting.length, generator=generator) * size**-0.5
+    return inputs
+
+
+def nystromformer(function, setting: Setting, inputs: Inputs, landmarks: int) -> Tensor:
+    query, key, value = linformer.project_tokens(setting, inputs)
+    context = function(query, key, value, num_landmarks=landmarks, conv_weight=inputs["conv_weight"])
+    return linformer.project_output(context, inputs)
+
+
+def linformer_with(function, setting: Setting, inputs: Inputs, size: int) -> Tensor:
+    projections = {f"{name}_projection": inputs[f"{name}_projection_{size}"] for name in ("key", "value")}
+    return linformer.attend(function, setting, inputs | projections)
+
+
+def window_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention of each token to the (WINDOW - 1) / 2 on either side and itself, some queries at a time."""
+    reach, length = WINDOW // 2, query.shape[-2]
+    chunks = []
+    for start in range(0, length, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, length)
+        near = slice(max(0, start - reach), min(length, stop + reach))
+        distance = torch.arange(start, stop)[:, None] - torch.arange(near.start, near.stop)
+        scores = query[..., start:stop, :] @ key[..., near, :].mT * query.shape[-1] ** -0.5
+        scores = scores.masked_fill((distance.abs() > reach).to(scores.device), float("-inf"))
+        chunks.append(scores.softmax(dim=-1) @ value[..., near, :])
+    return torch.cat(chunks, dim=-2)
+
+
+def window_reference(setting: Setting, inputs: Inputs) -> Tensor:
+    return linformer.attend_exactly(window_attention, setting, inputs)
+
+
+self_attention = register(
+    Workload(
+        name="self-attention",
+        kind="op",
+        title="Self-attention modules ({num_heads} heads of {head_dim}, batch {batch_size}), with all linear layers",
+        inputs=draw_inputs,
+        reference=lambda setting, inputs: nystromformer(nystrom_attention_reference, setting, inputs, LANDMARKS[0]),
+        baseline=f"nystromformer-{LANDMARKS[0]}",
+    )
+)
+
+for landmarks in LANDMARKS:
+
+    def nystromformer_reference(setting, inputs, landmarks=landmarks):
+        return nystromformer(nystrom_attention_reference, setting, inputs, landmarks)
+
+    @self_attention.contender(f"nystromformer-{landmarks}", ours=True, reference=nystromformer_reference)
+    def nystromformer_module(setting, inputs, landmarks=landmarks):
+        return Prepared(lambda: nystromformer(nystrom_attention, setting, inputs, landmarks))
+
+
+for size in PROJECTED:
+
+    def linformer_reference(setting, inputs, size=size):
+        return linformer_with(linformer_attention_reference, setting, inputs, size)
+
+    @self_attention.contender(f"linformer-{size}", ours=True, reference=linformer_reference)
+    def linformer_module(setting, inputs, size=size):
+        return Prepared(lambda: linformer_with(linformer_attention, setting, inputs, size))
+
+
+def needs_windows(setting: Setting) -> str | None:
+    return None if setting.length % (WINDOW - 1) == 0 else f"needs a length that is a multiple of {WINDOW - 1}"
+
+
+@self_attention.contender(
+    f"longformer-{WINDOW}",
+    reference=window_reference,
+    refuses=needs_windows,
+    judged="against softmax attention within its window, which is what it computes",
+)
+def longformer_module(setting, inputs):
+    from transformers import LongformerConfig
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    config = LongformerConfig(
+        hidden_size=setting.hidden_size,
+        num_attention_heads=setting.num_heads,
+        attention_window=[WINDOW - 1],
+        attention_probs_dropout_prob=0.0,
+    )
+    module = LongformerSelfAttention(config, 0).to(setting.device, setting.dtype).eval()
+    for name in ("query", "key", "value"):
+        layer = torch.nn.Linear(setting.hidden_size, setting.hidden_size, bias=False)
+        del layer.weight
+        layer.weight = inputs[f"{name}_weight"]
+        setattr(module, name, layer)
+    everywhere = torch.zeros(setting.batch_size, setting.length, device=setting.device)
+
+    def call():
+        context = module(
+            inputs["hidden_states"],
+            attention_mask=everywhere,
+            is_index_masked=everywhere.bool(),
+            is_index_global_attn=everywhere.bool(),
+            is_global_attn=False,
+        )[0]
+        return linformer.project_output(split_heads(context, setting.num_heads), inputs)
+
+    return Prepared(call)
+
+
+for name, function, refuses in (
+    ("exact-softmax", softmax_attention, needs_scores),
+    ("exact-sdpa", on_backend(None), None),
+):
+
+    @self_attention.contender(name, reference=linformer.exact_reference, judged=AGAINST_EXACT, refuses=refuses)
+    def exact(setting, inputs, function=function):
+        return Prepared(lambda: linformer.attend_exactly(function, setting, inputs))
