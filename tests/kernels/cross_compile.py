@@ -66,9 +66,10 @@ def main(architecture: str, dtype: str, landmarks: str, dim: str) -> None:
     states = [torch.randn(1, 160, 2, int(dim)).to(getattr(torch, dtype)).transpose(1, 2) for _ in range(3)]
     states.append(torch.randn(2, 1, 65, 1).to(states[0].dtype))
     states = [tensor.requires_grad_() for tensor in states]
-    for mask in (None, torch.arange(160)[None] < 150):
+    for mask, dropout_p in ((None, 0.0), (torch.arange(160)[None] < 150, 0.1)):
         *heads, weight = states
-        kernels.nystrom_attention(*heads, mask, num_landmarks=int(landmarks), conv_weight=weight).sum().backward()
+        options = {"num_landmarks": int(landmarks), "conv_weight": weight, "dropout_p": dropout_p}
+        kernels.nystrom_attention(*heads, mask, **options).sum().backward()
     print(json.dumps(compiled))
 
 

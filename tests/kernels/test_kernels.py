@@ -8,6 +8,7 @@ import nystrom_models
 from nystrom_models import kernels
 from nystrom_models.models import attention_nystrom
 from nystrom_models.models.attention_nystrom import landmark_segments, nystrom_attention, nystrom_attention_reference
+from nystrom_models.models.attention_ops import depthwise_convolution
 from tests.models import formulas
 from tests.models.options import TINY, TOLERANCE, relative_error
 
@@ -243,8 +244,64 @@ def test_padding_is_never_read():
     assert not results[0][0].masked_select(~mask[:, None, :, None]).any()
 
 
+def test_dropout_drops_weights_and_their_gradients():
+    from nystrom_models.kernels.token_attention import token_attention
+
+    length, probability = 61, 0.3
+    mask = ragged(length)
+    query, value = states(length, 2)
+    key_landmarks, landmark_values = draw(4, HEADS, M, DIM), draw(4, HEADS, M, DIM)
+    seed = torch.tensor([2**40 + 7], device=DEVICE)
+    # With the rows of an identity as values, the result is the weights.
+    identity = torch.eye(M, DIM, device=DEVICE).expand(4, HEADS, M, DIM)
+
+    def weights(seed):
+        options = {"seed": seed, "dropout_p": probability}
+        return token_attention(query, key_landmarks, identity, rows=rows_of(mask), **options)[..., :M]
+
+    plain, dropped = weights(None), weights(seed)
+    zero = dropped == 0
+    torch.testing.assert_close(dropped[~zero], plain[~zero] / (1 - probability))
+    everywhere = mask.clone()
+    everywhere[1:] = False  # rows whose landmarks all exist
+    drawn = zero[everywhere[:, None].expand(4, HEADS, length)]
+    assert abs(drawn.float().mean() - probability) < 4 * (probability * (1 - probability) / drawn.numel()) ** 0.5
+    assert torch.equal(weights(seed), dropped) and not torch.equal(weights(seed + 1), dropped)
+    assert not torch.equal(zero[0, 0], zero[0, 1])
+
+    def reference(q, k, w, v, weight):
+        out = []
+        for row, tokens in enumerate(valid_tokens(mask, 4, length)):
+            count = max(1, min(M, len(tokens)))
+            f = torch.softmax(q[row] @ k[row, :, :count].mT / DIM**0.5, dim=-1)
+            f = f * ~zero[row, :, :, :count].cpu() / (1 - probability)
+            out.append(f @ w[row, :, :count])
+        return torch.stack(out) + depthwise_convolution(v, weight, mask.cpu())
+
+    options = {"rows": rows_of(mask), "seed": seed, "dropout_p": probability}
+    check(
+        lambda *inputs: token_attention(*inputs, **options),
+        reference,
+        (query, key_landmarks, landmark_values, value, draw(HEADS, 1, 5, 1)),
+        keep=mask.cpu()[:, None, :, None],
+    )
+
+
+def test_dropout_is_drawn_from_the_generator_and_its_mean_is_the_attention():
+    inputs = states(13, 3, batch=1)
+    plain = kernels.nystrom_attention(*inputs, num_landmarks=M, pinv_iterations=2)
+    torch.manual_seed(0)
+    drawn = [kernels.nystrom_attention(*inputs, num_landmarks=M, pinv_iterations=2, dropout_p=0.2) for _ in range(100)]
+    torch.manual_seed(0)
+    again = kernels.nystrom_attention(*inputs, num_landmarks=M, pinv_iterations=2, dropout_p=0.2)
+    assert torch.equal(again, drawn[0]) and not torch.equal(drawn[0], drawn[1])
+    drawn = torch.stack(drawn)
+    error = (drawn.mean(dim=0) - plain).abs() / (drawn.std(dim=0) / 10)
+    assert error.mean() < 1.2 and error.max() < 6
+
+
 REASONS = {
-    "dropout": ({"dropout_p": 0.1}, torch.float32, "attention_probs_dropout_prob"),
+    "dropout": ({"dropout_p": 1.0}, torch.float32, "below 1"),
     "exact": ({"num_landmarks": 12}, torch.float32, "exact attention"),
     "softmax": ({"num_landmarks": None}, torch.float32, "exact attention"),
     "dtype": ({}, torch.float64, "float16, bfloat16 or float32"),
@@ -284,17 +341,94 @@ def test_the_variable_switches_off_and_the_cpu_needs_no_word(monkeypatch):
     assert kernels.nystrom_attention_if_possible(*on_cpu, num_landmarks=M) is None
 
 
-def test_graphs_are_made_of_pytorch_operations():
-    """Compiled without a break, and without the kernels."""
-    inputs = states(12, 3, batch=1)
+def operators_of(graphs):
+    return [str(node.target) for graph in graphs for node in graph.graph.nodes if "nystrom_models" in str(node.target)]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("taps", [0, 5])
+def test_compiled_graphs_hold_them_as_one_operator(taps, masked):
+    """One graph, forward and backward, with the same results as outside of it."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    mask = ragged(37) if masked else None
+    inputs = [tensor.requires_grad_() for tensor in states(37, 3)]
+    if taps:
+        inputs.append(draw(HEADS, 1, taps, 1).requires_grad_())
+
+    def attend(q, k, v, weight=None):
+        return nystrom_attention(q, k, v, mask, num_landmarks=M, pinv_iterations=2, conv_weight=weight)
+
+    results = []
+    weight = draw(4, HEADS, 37, DIM)
+    for function in (torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=keep)), attend):
+        out = function(*inputs)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
+    names = ["nystrom_models.nystrom_attention.default", "nystrom_models.nystrom_attention_backward.default"]
+    assert operators_of(graphs) == names
+    for compiled, eager in zip(*results, strict=True):
+        assert relative_error(compiled, eager) < TOLERANCE[torch.float32]
+
+
+def test_the_operator_keeps_pytorchs_rules():
+    from nystrom_models.kernels import torch_operator
+
+    taps = draw(HEADS, 1, 5, 1).requires_grad_()
+    for rows, weight in (([], None), (list(rows_of(ragged(13))), taps)):
+        inputs = [tensor.requires_grad_() for tensor in states(13, 3)]
+        torch.library.opcheck(
+            torch_operator._forward,
+            (*inputs, weight, torch.tensor([3], device=DEVICE), rows, M, 1, 0.2),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+def test_compiled_dropout_is_drawn_anew_in_every_call():
+    torch._dynamo.reset()
+    inputs = states(13, 3, batch=1)
     compiled = torch.compile(nystrom_attention, fullgraph=True, backend="aot_eager")
+    options = {"num_landmarks": M, "pinv_iterations": 2, "dropout_p": 0.3}
+    first, second = compiled(*inputs, **options), compiled(*inputs, **options)
+    assert not torch.equal(first, second)
+
+
+def test_where_they_do_not_apply_graphs_are_made_of_pytorch_operations(monkeypatch):
+    torch._dynamo.reset()
+    compiled = torch.compile(nystrom_attention, fullgraph=True, backend="aot_eager")
+    short, long = states(M, 3, batch=1), states(12, 3, batch=1)
+    monkeypatch.setattr(kernels, "_attend_in_graph", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(kernels, "_devices", {"cuda"})
+    for inputs in (short, long):
+        inputs = [tensor.cpu() for tensor in inputs]
+        expected = nystrom_attention_reference(*inputs, num_landmarks=M)
+        assert relative_error(compiled(*inputs, num_landmarks=M), expected) < TOLERANCE[torch.float32]
+
+
+class Attention(torch.nn.Module):
+    def forward(self, query, key, value):
+        return nystrom_attention(query, key, value, num_landmarks=M)
+
+
+def test_exported_graphs_run_where_this_package_is_not():
+    inputs = tuple(states(12, 3, batch=1))
+    exported = torch.export.export(Attention(), inputs)
+    assert not operators_of([exported.graph_module])
     expected = nystrom_attention_reference(*inputs, num_landmarks=M)
-    assert relative_error(compiled(*inputs, num_landmarks=M), expected) < TOLERANCE[torch.float32]
+    assert relative_error(exported.module()(*inputs), expected) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_a_model_uses_them_where_it_can(training, monkeypatch):
-    """The package hung them on the attention; dropout turns them down, with one line in the log."""
+    """The package hung them on the attention; what they do not take turns them down, with one line in the log."""
     assert attention_nystrom.fast_kernels is kernels.nystrom_attention_if_possible
     ran, said = [], []
     attend = kernels._attend
@@ -311,17 +445,17 @@ def test_a_model_uses_them_where_it_can(training, monkeypatch):
     mask[0, :5] = 0
     with torch.no_grad():
         states = model(ids, attention_mask=mask).last_hidden_state
-        if training:
-            assert not ran and len(said) == 1 and "attention_probs_dropout_prob" in said[0]
-            return
         assert len(ran) == 2 and not said  # once to see whether the kernels are right
-        model(ids, attention_mask=mask)
-        assert len(ran) == 3
+        again = model(ids, attention_mask=mask).last_hidden_state
+        assert len(ran) == 3 and torch.equal(states, again) != training
+        model.double()(ids, attention_mask=mask)
+        assert len(ran) == 3 and len(said) == 1 and "float16, bfloat16 or float32" in said[0]
+        model.float()
         monkeypatch.setenv(kernels.VARIABLE, "0")
         expected = model(ids, attention_mask=mask).last_hidden_state
-        assert len(ran) == 3 and not said
+        assert len(ran) == 3 and len(said) == 1
     valid = mask.bool()
-    assert relative_error(states[valid], expected[valid]) < TOLERANCE[torch.float32]
+    assert training or relative_error(states[valid], expected[valid]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs", "is_nan"])
@@ -388,3 +522,35 @@ def test_on_a_gpu(length, count, dim, dtype):
     for ours, theirs, expected in zip(*results, strict=True):
         allowed = 2 * relative_error(theirs, expected) + KERNEL_TOLERANCE[dtype]
         assert relative_error(ours, expected) < allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["inductor", "reduce-overhead", "cuda graph"])
+def test_graphs_on_a_gpu(how):
+    """A layer's attention, compiled and captured, forward and backward, is the one that runs without a graph."""
+    inputs = [draw(2, 300, 2, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+    inputs.append((draw(2, 1, 65, 1, dtype=torch.bfloat16) / 8).requires_grad_())
+
+    def step(attend):
+        out = attend(*inputs[:3], num_landmarks=64, conv_weight=inputs[3])
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+    expected = step(nystrom_attention)
+    if how == "cuda graph":
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step(nystrom_attention)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = step(nystrom_attention)
+        graph.replay()
+        torch.cuda.synchronize()
+    else:
+        mode = None if how == "inductor" else how
+        compiled = torch.compile(nystrom_attention, fullgraph=True, mode=mode)
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            actual = [tensor.clone() for tensor in step(compiled)]
+    for ours, eager in zip(actual, expected, strict=True):
+        assert relative_error(ours, eager) < TOLERANCE[torch.bfloat16]

@@ -46,6 +46,19 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def _why_not_here(device: torch.device) -> str | None:
+    """Why they run on this device not at all."""
+    if os.environ.get(VARIABLE, "1") == "0":
+        return f"{VARIABLE}=0 switches them off"
+    if not _has_triton():
+        return "the package triton is not installed: pip install triton"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "they were made for NVIDIA's GPUs and never tried on AMD's"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need a GPU of compute capability 8.0 (A100) or newer"
+    return None
+
+
 def why_not(
     query: Tensor,
     key: Tensor,
@@ -62,24 +75,27 @@ def why_not(
 
     Arguments are those of `nystrom_attention`.
     """
-    if os.environ.get(VARIABLE, "1") == "0":
-        return f"{VARIABLE}=0 switches them off"
     if is_tracing() or torch._C._are_functorch_transforms_active():
-        return (
-            "a graph is being recorded (torch.compile, torch.export) or transformed, and PyTorch's operations do that"
-        )
+        return "a graph is being recorded (torch.export, torch.jit) or transformed, and PyTorch's operations do that"
+    tensors = [tensor for tensor in (query, key, value, conv_weight) if tensor is not None]
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return f"they need plain tensors, not {type(query).__name__}"
+    return _why_not_of_shape(query, key, value, num_landmarks, conv_weight, dropout_p) or _why_not_here(query.device)
+
+
+def _why_not_of_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_landmarks: int | None,
+    conv_weight: Tensor | None,
+    dropout_p: float,
+) -> str | None:
+    """Why not for tensors of these shapes, dtypes and devices."""
     tensors = [tensor for tensor in (query, key, value, conv_weight) if tensor is not None]
     device = query.device
     if device.type not in _devices or any(tensor.device != device for tensor in tensors):
         return f"they need tensors on one CUDA device, and there are some on {device}"
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
-        return f"they need plain tensors, not {type(query).__name__}"
-    if not _has_triton():
-        return "the package triton is not installed: pip install triton"
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "they were made for NVIDIA's GPUs and never tried on AMD's"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "they need a GPU of compute capability 8.0 (A100) or newer"
     batch, heads, length, dim = query.shape
     if num_landmarks is None or length <= num_landmarks:
         return f"{length} tokens with num_landmarks={num_landmarks} get exact attention, which PyTorch has kernels for"
@@ -96,8 +112,8 @@ def why_not(
     dtypes = {tensor.dtype for tensor in tensors}
     if not dtypes <= set(_DTYPES) or (len(dtypes) > 1 and not torch.is_autocast_enabled(device.type)):
         return f"they take one dtype, float16, bfloat16 or float32, and not {', '.join(sorted(map(str, dtypes)))}"
-    if dropout_p > 0:
-        return f"they drop nothing, and attention_probs_dropout_prob is {dropout_p}: set it to 0 to train with them"
+    if not 0 <= dropout_p < 1:
+        return f"they drop weights with a probability of at least 0 and below 1, and dropout_p is {dropout_p}"
     if batch * heads > _MAX_PROGRAMS:
         return f"batch size times heads is {batch * heads}, above {_MAX_PROGRAMS}: take a smaller batch"
     if length * max(heads * dim, query.stride(2), key.stride(2), value.stride(2)) >= 2**31:
@@ -136,7 +152,7 @@ def nystrom_attention(
     )
     if reason is not None or num_landmarks is None:
         raise ValueError(f"The Triton kernels do not apply: {reason}.")
-    return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, segments)
+    return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, dropout_p, segments)
 
 
 def nystrom_attention_if_possible(
@@ -152,7 +168,13 @@ def nystrom_attention_if_possible(
     segments: Segments | None = None,
 ) -> Tensor | None:
     """The same, or None where the kernels do not apply. On a GPU the reason is logged, once."""
-    if query.device.type not in _devices or os.environ.get(VARIABLE, "1") == "0":
+    if query.device.type not in _devices:
+        return None
+    if torch.compiler.is_compiling():
+        return _attend_in_graph(
+            query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, dropout_p, segments
+        )
+    if os.environ.get(VARIABLE, "1") == "0":
         return None
     reason = why_not(
         query,
@@ -166,14 +188,70 @@ def nystrom_attention_if_possible(
         segments=segments,
     )
     if reason is None:
-        dtype = query.dtype
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-        reason = _fault(query.device, dtype, num_landmarks, query.shape[-1])
+        reason = _fault(query.device, _computed_dtype(query), num_landmarks, query.shape[-1])
     if reason is not None:
         logger.warning_once(f"Nyström attention without its Triton kernels: {reason}. {VARIABLE}=0 silences this.")
         return None
-    return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, segments)
+    return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, dropout_p, segments)
+
+
+def _computed_dtype(query: Tensor) -> torch.dtype:
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+@torch.compiler.assume_constant_result
+def _work(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: int) -> bool:
+    """Found out once, when a graph is recorded."""
+    return _why_not_here(device) is None and _fault(device, dtype, num_landmarks, dim) is None
+
+
+def _attend_in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    num_landmarks: int,
+    pinv_iterations: int,
+    conv_weight: Tensor | None,
+    dropout_p: float,
+    segments: Segments | None,
+) -> Tensor | None:
+    """The attention as an operator of the graph that torch.compile records; None where the kernels do not apply.
+
+    Exported graphs are for other programs, which do not know the operator.
+    """
+    if torch.compiler.is_exporting() or query.shape[2] <= num_landmarks:
+        return None
+    if _why_not_of_shape(query, key, value, num_landmarks, conv_weight, dropout_p) is not None:
+        return None
+    dtype = _computed_dtype(query)
+    if not _work(query.device, dtype, num_landmarks, query.shape[-1]):
+        return None
+    from . import torch_operator
+    from .tiles import Rows
+
+    if conv_weight is not None:
+        conv_weight = conv_weight.to(dtype)
+    rows = None
+    if mask is not None:
+        rows = Rows.of(mask, landmark_segments(mask, num_landmarks) if segments is None else segments)
+    return torch_operator.nystrom_attention(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        conv_weight,
+        _seed(query.device, dropout_p),
+        rows,
+        num_landmarks,
+        pinv_iterations,
+        dropout_p,
+    )
+
+
+def _seed(device: torch.device, dropout_p: float) -> Tensor | None:
+    # On the device, so that the host does not wait and a CUDA graph draws anew every time.
+    return torch.randint(2**62, (1,), device=device) if dropout_p > 0 else None
 
 
 # Largest difference over largest value, of outputs and gradients: roundings stay far below, faults do not.
@@ -197,7 +275,7 @@ def _fault(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: in
             mask = torch.ones(2, length, dtype=torch.bool, device=device)
             mask[0, : num_landmarks // 2] = False
             attends = (
-                lambda q, k, v, weight: _attend(q, k, v, mask, num_landmarks, 2, weight, None),
+                lambda q, k, v, weight: _attend(q, k, v, mask, num_landmarks, 2, weight, 0.0, None),
                 lambda q, k, v, weight: nystrom_attention_reference(
                     q, k, v, mask, num_landmarks=num_landmarks, pinv_iterations=2, conv_weight=weight
                 ),
@@ -227,6 +305,7 @@ def _attend(
     num_landmarks: int,
     pinv_iterations: int,
     conv_weight: Tensor | None,
+    dropout_p: float,
     segments: Segments | None,
 ) -> Tensor:
     from .landmark_attention import landmark_attention
@@ -237,7 +316,7 @@ def _attend(
 
     device = query.device.type
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+        dtype = _computed_dtype(query)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         conv_weight = None if conv_weight is None else conv_weight.to(dtype)
     with torch.autocast(device, enabled=False):
@@ -248,7 +327,16 @@ def _attend(
         inverse = pseudo_inverse(query_landmarks, key_landmarks, pinv_iterations, rows)
         seen = landmark_attention(query_landmarks, key, value, rows)
         landmark_values = (inverse @ seen).to(value.dtype)
-        return token_attention(query, key_landmarks, landmark_values, value, conv_weight, rows)
+        return token_attention(
+            query,
+            key_landmarks,
+            landmark_values,
+            None if conv_weight is None else value,
+            conv_weight,
+            rows,
+            _seed(query.device, dropout_p),
+            dropout_p,
+        )
 
 
 __all__ = ["MAX_HEAD_SIZE", "MAX_LANDMARKS", "VARIABLE", "nystrom_attention", "why_not"]

@@ -175,27 +175,62 @@ def _sizes(num_landmarks: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
     return sizes | {"BLOCK_N": 16 if dtype == torch.float32 else 32}
 
 
+def run_forward(query_landmarks: Tensor, key: Tensor, value: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    """As `landmark_attention`, landmarks contiguous, keys and values with unit stride.
+
+    And the base-two logarithms (B, H, M) of the sums of the weights, which the backward pass needs.
+    """
+    batch, heads, length, dim = key.shape
+    count = query_landmarks.shape[2]
+    sizes = _sizes(count, dim, key.dtype)
+    parts = split_count(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads, key.device)
+    context = key.new_empty(batch, heads, count, dim, dtype=torch.float32)
+    lse = context.new_empty(batch, heads, count)
+    partial = context.new_empty(batch, heads, parts, count, dim)
+    partial_lse = context.new_empty(batch, heads, parts, count)
+    with on_device(key):
+        _landmark_attention_forward[(parts, batch * heads)](
+            query_landmarks, key, *strides(key), value, *strides(value), partial, partial_lse,
+            dim**-0.5, heads, length, count, dim, **row_arguments(rows), **sizes,
+        )  # fmt: skip
+        _merge[(batch * heads,)](
+            partial, partial_lse, context, lse, parts, count, dim,
+            BLOCK_M=sizes["BLOCK_M"], BLOCK_D=sizes["BLOCK_D"], num_stages=1,
+        )  # fmt: skip
+    return context, lse
+
+
+def run_backward(
+    query_landmarks: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    context_grad: Tensor,
+    rows: Rows | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the landmarks (B, H, M, D), and of keys and values (B, H, N, D)."""
+    batch, heads, length, dim = key.shape
+    count = query_landmarks.shape[2]
+    sizes = _sizes(count, dim, key.dtype)
+    parts = split_count(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads, key.device)
+    partial = context.new_empty(batch, heads, parts, count, dim)
+    # No program comes to the padding around a row.
+    key_grad = new_states(key, length, zeros=rows is not None)
+    value_grad = new_states(value, length, zeros=rows is not None)
+    with on_device(key):
+        _landmark_attention_backward[(parts, batch * heads)](
+            query_landmarks, key, *strides(key), value, *strides(value), context, lse, context_grad.contiguous(),
+            partial, key_grad, value_grad, *strides(key_grad),
+            dim**-0.5, heads, length, count, dim, **row_arguments(rows), **sizes,
+        )  # fmt: skip
+    return partial.sum(dim=2).to(query_landmarks.dtype), key_grad, value_grad
+
+
 class _LandmarkAttention(torch.autograd.Function):
     @staticmethod
     def forward(query_landmarks: Tensor, key: Tensor, value: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        batch, heads, length, dim = key.shape
-        count = query_landmarks.shape[2]
-        sizes = _sizes(count, dim, key.dtype)
-        parts = split_count(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads, key.device)
-        context = key.new_empty(batch, heads, count, dim, dtype=torch.float32)
-        lse = context.new_empty(batch, heads, count)
-        partial = context.new_empty(batch, heads, parts, count, dim)
-        partial_lse = context.new_empty(batch, heads, parts, count)
-        with on_device(key):
-            _landmark_attention_forward[(parts, batch * heads)](
-                query_landmarks, key, *strides(key), value, *strides(value), partial, partial_lse,
-                dim**-0.5, heads, length, count, dim, **row_arguments(rows), **sizes,
-            )  # fmt: skip
-            _merge[(batch * heads,)](
-                partial, partial_lse, context, lse, parts, count, dim,
-                BLOCK_M=sizes["BLOCK_M"], BLOCK_D=sizes["BLOCK_D"], num_stages=1,
-            )  # fmt: skip
-        return context, lse
+        return run_forward(query_landmarks, key, value, rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -208,21 +243,7 @@ class _LandmarkAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, context_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         query_landmarks, key, value, context, lse = ctx.saved_tensors
-        batch, heads, length, dim = key.shape
-        count = query_landmarks.shape[2]
-        sizes = _sizes(count, dim, key.dtype)
-        parts = split_count(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads, key.device)
-        partial = context.new_empty(batch, heads, parts, count, dim)
-        # No program comes to the padding around a row.
-        key_grad = new_states(key, length, zeros=ctx.rows is not None)
-        value_grad = new_states(value, length, zeros=ctx.rows is not None)
-        with on_device(key):
-            _landmark_attention_backward[(parts, batch * heads)](
-                query_landmarks, key, *strides(key), value, *strides(value), context, lse, context_grad.contiguous(),
-                partial, key_grad, value_grad, *strides(key_grad),
-                dim**-0.5, heads, length, count, dim, **row_arguments(ctx.rows), **sizes,
-            )  # fmt: skip
-        return partial.sum(dim=2).to(query_landmarks.dtype), key_grad, value_grad, None
+        return *run_backward(query_landmarks, key, value, context, lse, context_grad, ctx.rows), None
 
 
 def landmark_attention(query_landmarks: Tensor, key: Tensor, value: Tensor, rows: Rows | None = None) -> Tensor:

@@ -95,39 +95,50 @@ def _sizes(length: int, num_landmarks: int, dim: int, rows: Rows | None) -> dict
     return {"BLOCK_S": block, "BLOCK_D": tile(dim), "num_warps": 4 if block > 16 else 1}
 
 
+def run_forward(query: Tensor, key: Tensor, num_landmarks: int, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    """As `landmarks`; queries and keys with unit stride."""
+    batch, heads, length, dim = query.shape
+    query_landmarks = query.new_empty(batch, heads, num_landmarks, dim)
+    key_landmarks = torch.empty_like(query_landmarks)
+    with on_device(query):
+        _landmarks_forward[(num_landmarks, batch * heads)](
+            query, *strides(query), key, *strides(key), query_landmarks, key_landmarks,
+            heads, length, num_landmarks, dim, **row_arguments(rows), **_sizes(length, num_landmarks, dim, rows),
+        )  # fmt: skip
+    return query_landmarks, key_landmarks
+
+
+def run_backward(
+    query_landmarks_grad: Tensor, key_landmarks_grad: Tensor, length: int, rows: Rows | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of queries and keys, (B, H, N, D)."""
+    batch, heads, count, dim = query_landmarks_grad.shape
+    # Padding belongs to no segment, and no program writes there.
+    query_grad = new_states(query_landmarks_grad, length, zeros=rows is not None)
+    key_grad = new_states(key_landmarks_grad, length, zeros=rows is not None)
+    with on_device(query_grad):
+        _landmarks_backward[(count, batch * heads)](
+            query_landmarks_grad.contiguous(), key_landmarks_grad.contiguous(),
+            query_grad, key_grad, *strides(query_grad),
+            heads, length, count, dim, **row_arguments(rows), **_sizes(length, count, dim, rows),
+        )  # fmt: skip
+    return query_grad, key_grad
+
+
 class _Landmarks(torch.autograd.Function):
     @staticmethod
     def forward(query: Tensor, key: Tensor, num_landmarks: int, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        batch, heads, length, dim = query.shape
-        query_landmarks = query.new_empty(batch, heads, num_landmarks, dim)
-        key_landmarks = torch.empty_like(query_landmarks)
-        with on_device(query):
-            _landmarks_forward[(num_landmarks, batch * heads)](
-                query, *strides(query), key, *strides(key), query_landmarks, key_landmarks,
-                heads, length, num_landmarks, dim, **row_arguments(rows), **_sizes(length, num_landmarks, dim, rows),
-            )  # fmt: skip
-        return query_landmarks, key_landmarks
+        return run_forward(query, key, num_landmarks, rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, _, ctx.num_landmarks, ctx.rows = inputs
-        ctx.shape = query.shape
+        query, _, _, ctx.rows = inputs
+        ctx.length = query.shape[2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, query_landmarks_grad: Tensor, key_landmarks_grad: Tensor) -> tuple[Any, ...]:
-        batch, heads, length, dim = ctx.shape
-        # Padding belongs to no segment, and no program writes there.
-        query_grad = new_states(query_landmarks_grad, length, zeros=ctx.rows is not None)
-        key_grad = new_states(key_landmarks_grad, length, zeros=ctx.rows is not None)
-        with on_device(query_grad):
-            _landmarks_backward[(ctx.num_landmarks, batch * heads)](
-                query_landmarks_grad.contiguous(), key_landmarks_grad.contiguous(),
-                query_grad, key_grad, *strides(query_grad),
-                heads, length, ctx.num_landmarks, dim, **row_arguments(ctx.rows),
-                **_sizes(length, ctx.num_landmarks, dim, ctx.rows),
-            )  # fmt: skip
-        return query_grad, key_grad, None, None
+        return *run_backward(query_landmarks_grad, key_landmarks_grad, ctx.length, ctx.rows), None, None
 
 
 def landmarks(query: Tensor, key: Tensor, num_landmarks: int, rows: Rows | None = None) -> tuple[Tensor, Tensor]:

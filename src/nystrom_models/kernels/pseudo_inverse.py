@@ -208,42 +208,16 @@ def _sizes(num_landmarks: int, dim: int, iterations: int) -> dict[str, Any]:
     }
 
 
-class _PseudoInverse(torch.autograd.Function):
-    @staticmethod
-    def forward(query_landmarks: Tensor, key_landmarks: Tensor, iterations: int, rows: Rows | None) -> Tensor:
-        return _run_forward(query_landmarks, key_landmarks, iterations, rows)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        query_landmarks, key_landmarks, ctx.iterations, ctx.rows = inputs
-        ctx.save_for_backward(query_landmarks, key_landmarks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, inverse_grad: Tensor) -> tuple[Any, ...]:
-        query_landmarks, key_landmarks = ctx.saved_tensors
-        batch, heads, count, dim = query_landmarks.shape
-        iterates = _run_forward(query_landmarks, key_landmarks, ctx.iterations, ctx.rows, keep=True)[1]
-        workspace = _workspace(query_landmarks, 8)
-        query_grad, key_grad = torch.empty_like(query_landmarks), torch.empty_like(key_landmarks)
-        with on_device(query_grad):
-            _pseudo_inverse_backward[(batch * heads,)](
-                query_landmarks, key_landmarks, inverse_grad.contiguous(), workspace, iterates, query_grad, key_grad,
-                dim**-0.5, count, dim, heads, **row_arguments(ctx.rows), **_sizes(count, dim, ctx.iterations),
-            )  # fmt: skip
-        return query_grad, key_grad, None, None
-
-
 def _workspace(landmarks: Tensor, matrices: int) -> Tensor:
     """(B·H, matrices, BLOCK_M, BLOCK_M) float32."""
     batch, heads, count, _ = landmarks.shape
     return landmarks.new_empty(batch * heads, matrices, tile(count), tile(count), dtype=torch.float32)
 
 
-def _run_forward(
+def run_forward(
     query_landmarks: Tensor, key_landmarks: Tensor, iterations: int, rows: Rows | None, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The pseudo-inverse and, if they are kept, the iterates before each step, as `_workspace`."""
+    """As `pseudo_inverse`, of contiguous landmarks; and the iterates before each step, as `_workspace`, if kept."""
     batch, heads, count, dim = query_landmarks.shape
     inverse = query_landmarks.new_empty(batch, heads, count, count, dtype=torch.float32)
     on_chip = count <= ON_CHIP_LANDMARKS and not keep
@@ -255,6 +229,40 @@ def _run_forward(
             **row_arguments(rows), **_sizes(count, dim, iterations), ON_CHIP=on_chip, KEEP=keep,
         )  # fmt: skip
     return inverse, iterates
+
+
+def run_backward(
+    query_landmarks: Tensor, key_landmarks: Tensor, inverse_grad: Tensor, iterations: int, rows: Rows | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the landmarks, (B, H, M, D)."""
+    batch, heads, count, dim = query_landmarks.shape
+    iterates = run_forward(query_landmarks, key_landmarks, iterations, rows, keep=True)[1]
+    workspace = _workspace(query_landmarks, 8)
+    query_grad, key_grad = torch.empty_like(query_landmarks), torch.empty_like(key_landmarks)
+    with on_device(query_grad):
+        _pseudo_inverse_backward[(batch * heads,)](
+            query_landmarks, key_landmarks, inverse_grad.contiguous(), workspace, iterates, query_grad, key_grad,
+            dim**-0.5, count, dim, heads, **row_arguments(rows), **_sizes(count, dim, iterations),
+        )  # fmt: skip
+    return query_grad, key_grad
+
+
+class _PseudoInverse(torch.autograd.Function):
+    @staticmethod
+    def forward(query_landmarks: Tensor, key_landmarks: Tensor, iterations: int, rows: Rows | None) -> Tensor:
+        return run_forward(query_landmarks, key_landmarks, iterations, rows)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        query_landmarks, key_landmarks, ctx.iterations, ctx.rows = inputs
+        ctx.save_for_backward(query_landmarks, key_landmarks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, inverse_grad: Tensor) -> tuple[Any, ...]:
+        query_landmarks, key_landmarks = ctx.saved_tensors
+        gradients = run_backward(query_landmarks, key_landmarks, inverse_grad, ctx.iterations, ctx.rows)
+        return *gradients, None, None
 
 
 def pseudo_inverse(

@@ -42,6 +42,17 @@ def _weights(q, k, count, scale, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _kept(seed, program, tokens, M, dropout_p, BLOCK_M: tl.constexpr):
+    """What remains of each weight (len(tokens), BLOCK_M): 0 with probability p, else 1 / (1 - p).
+
+    Drawn from the seed and the weight's place alone, so that the backward pass draws the same.
+    """
+    places = tokens[:, None] * M + tl.arange(0, BLOCK_M)[None, :]
+    drawn = tl.rand(tl.load(seed) + program, places)
+    return tl.where(drawn >= dropout_p, 1.0 / (1.0 - dropout_p), 0.0)
+
+
+@triton.jit
 def _convolve(
     accumulator, states, stride, taps, block, mask, row, N, D, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
     TAPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -65,9 +76,9 @@ def _convolve(
 @triton.jit
 def _token_attention_forward(
     query, query_b, query_h, query_n, key_landmarks, landmark_values, value, value_b, value_h, value_n, taps,
-    context, context_b, context_h, context_n,
+    context, context_b, context_h, context_n, seed, dropout_p,
     scale, H, N, M, D, mask, positions, sizes, exists, exact, longest,
-    MASKED: tl.constexpr, TAPS: tl.constexpr,
+    MASKED: tl.constexpr, TAPS: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) * BLOCK_N
@@ -86,7 +97,10 @@ def _token_attention_forward(
         q = load_tile(query, tokens, query_n, valid, D, BLOCK_D)
         k = load_tile(key_landmarks + program * M * D, landmarks, D, landmarks < M, D, BLOCK_D)
         w = load_tile(landmark_values + program * M * D, landmarks, D, landmarks < M, D, BLOCK_D)
-        out = dot(_weights(q, k, count, scale, BLOCK_M).to(w.dtype), w)
+        weights = _weights(q, k, count, scale, BLOCK_M)
+        if DROPOUT:
+            weights *= _kept(seed, program, tokens, M, dropout_p, BLOCK_M)
+        out = dot(weights.to(w.dtype), w)
         if TAPS > 0:
             value += row * value_b + program % H * value_h
             taps += program % H * TAPS
@@ -100,9 +114,9 @@ def _token_attention_forward(
 def _token_attention_backward(
     query, query_b, query_h, query_n, key_landmarks, landmark_values,
     context_grad, context_b, context_h, context_n, query_grad, grad_b, grad_h, grad_n,
-    partial_key_grad, partial_value_grad,
+    partial_key_grad, partial_value_grad, seed, dropout_p,
     scale, H, N, M, D, mask, positions, sizes, exists, exact, longest,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     parts = tl.num_programs(0)
@@ -130,11 +144,16 @@ def _token_attention_backward(
             g = load_tile(context_grad, tokens, context_n, valid, D, BLOCK_D)
             weights = _weights(q, k, count, scale, BLOCK_M)
             weights_grad = dot(g, tl.trans(w))
+            dropped = weights
+            if DROPOUT:
+                kept = _kept(seed, program, tokens, M, dropout_p, BLOCK_M)
+                weights_grad *= kept
+                dropped = weights * kept
             scores_grad = weights * (weights_grad - tl.sum(weights * weights_grad, axis=1)[:, None]) * scale
             scores_grad = scores_grad.to(q.dtype)
             q_grad = dot(scores_grad, k)
             k_grad += dot(tl.trans(scores_grad), q)
-            w_grad += dot(tl.trans(weights.to(q.dtype)), g)
+            w_grad += dot(tl.trans(dropped.to(q.dtype)), g)
         store_tile(query_grad, tokens, grad_n, tokens < N, q_grad, D, BLOCK_D)
     place = (program * parts + tl.program_id(0)) * M * D
     store_tile(partial_key_grad + place, landmarks, D, landmarks < M, k_grad, D, BLOCK_D)
@@ -203,60 +222,6 @@ def _convolution_sizes(dim: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"BLOCK_N": block, "BLOCK_D": tile(dim), "num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 1}
 
 
-class _TokenAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key_landmarks: Tensor,
-        landmark_values: Tensor,
-        value: Tensor | None,
-        conv_weight: Tensor | None,
-        rows: Rows | None,
-    ) -> Tensor:
-        batch, heads, length, dim = query.shape
-        count = key_landmarks.shape[2]
-        sizes = _sizes(count, dim, query.dtype)
-        context = new_states(query, length)
-        with on_device(query):
-            _token_attention_forward[(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads)](
-                query, *strides(query), key_landmarks, landmark_values,
-                value, *((0, 0, 0) if value is None else strides(value)), conv_weight,
-                context, *strides(context),
-                dim**-0.5, heads, length, count, dim, **row_arguments(rows), TAPS=_taps(conv_weight), **sizes,
-            )  # fmt: skip
-        return context
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.rows = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, context_grad: Tensor) -> tuple[Any, ...]:
-        query, key_landmarks, landmark_values, value, conv_weight = ctx.saved_tensors
-        context_grad = unit_stride(context_grad)
-        batch, heads, length, dim = query.shape
-        count = key_landmarks.shape[2]
-        sizes = _sizes(count, dim, query.dtype)
-        parts = split_count(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads, query.device)
-        partial = query.new_empty(2, batch, heads, parts, count, dim, dtype=torch.float32)
-        query_grad = new_states(query, length)
-        with on_device(query):
-            _token_attention_backward[(parts, batch * heads)](
-                query, *strides(query), key_landmarks, landmark_values,
-                context_grad, *strides(context_grad), query_grad, *strides(query_grad), *partial,
-                dim**-0.5, heads, length, count, dim, **row_arguments(ctx.rows), **sizes,
-            )  # fmt: skip
-        key_landmarks_grad, landmark_values_grad = partial.sum(dim=3).to(query.dtype)
-        value_grad = weight_grad = None
-        if ctx.needs_input_grad[3]:
-            value_grad = _gradient_of_value(context_grad, conv_weight, ctx.rows)
-        if ctx.needs_input_grad[4]:
-            weight_grad = _gradient_of_taps(value, context_grad, conv_weight, ctx.rows)
-        return query_grad, key_landmarks_grad, landmark_values_grad, value_grad, weight_grad, None
-
-
 def _taps(conv_weight: Tensor | None) -> int:
     return 0 if conv_weight is None else conv_weight.shape[2]
 
@@ -292,6 +257,98 @@ def _gradient_of_taps(value: Tensor, context_grad: Tensor, conv_weight: Tensor, 
     return products.sum(dim=1).gather(2, diagonals).sum(dim=1)[:, None, :, None].to(conv_weight.dtype)
 
 
+def run_forward(
+    query: Tensor,
+    key_landmarks: Tensor,
+    landmark_values: Tensor,
+    value: Tensor | None,
+    conv_weight: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    rows: Rows | None,
+) -> Tensor:
+    """As `token_attention`; landmarks, their values and taps contiguous, queries and values with unit stride."""
+    batch, heads, length, dim = query.shape
+    count = key_landmarks.shape[2]
+    sizes = _sizes(count, dim, query.dtype)
+    context = new_states(query, length)
+    with on_device(query):
+        _token_attention_forward[(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads)](
+            query, *strides(query), key_landmarks, landmark_values,
+            value, *((0, 0, 0) if value is None else strides(value)), conv_weight,
+            context, *strides(context), seed, dropout_p,
+            dim**-0.5, heads, length, count, dim, **row_arguments(rows),
+            TAPS=_taps(conv_weight), DROPOUT=seed is not None, **sizes,
+        )  # fmt: skip
+    return context
+
+
+def run_backward(
+    query: Tensor,
+    key_landmarks: Tensor,
+    landmark_values: Tensor,
+    value: Tensor | None,
+    conv_weight: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    context_grad: Tensor,
+    rows: Rows | None,
+    of_value: bool = True,
+    of_taps: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of the first five; where there is a convolution, those of value and taps if they are wanted."""
+    context_grad = unit_stride(context_grad)
+    batch, heads, length, dim = query.shape
+    count = key_landmarks.shape[2]
+    sizes = _sizes(count, dim, query.dtype)
+    parts = split_count(triton.cdiv(length, sizes["BLOCK_N"]), batch * heads, query.device)
+    partial = query.new_empty(2, batch, heads, parts, count, dim, dtype=torch.float32)
+    query_grad = new_states(query, length)
+    with on_device(query):
+        _token_attention_backward[(parts, batch * heads)](
+            query, *strides(query), key_landmarks, landmark_values,
+            context_grad, *strides(context_grad), query_grad, *strides(query_grad), *partial,
+            seed, dropout_p, dim**-0.5, heads, length, count, dim, **row_arguments(rows),
+            DROPOUT=seed is not None, **sizes,
+        )  # fmt: skip
+    key_landmarks_grad, landmark_values_grad = partial.sum(dim=3).to(query.dtype)
+    value_grad = weight_grad = None
+    if value is not None and conv_weight is not None:
+        value_grad = _gradient_of_value(context_grad, conv_weight, rows) if of_value else None
+        weight_grad = _gradient_of_taps(value, context_grad, conv_weight, rows) if of_taps else None
+    return query_grad, key_landmarks_grad, landmark_values_grad, value_grad, weight_grad
+
+
+class _TokenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key_landmarks: Tensor,
+        landmark_values: Tensor,
+        value: Tensor | None,
+        conv_weight: Tensor | None,
+        seed: Tensor | None,
+        dropout_p: float,
+        rows: Rows | None,
+    ) -> Tensor:
+        return run_forward(query, key_landmarks, landmark_values, value, conv_weight, seed, dropout_p, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.dropout_p, ctx.rows = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, context_grad: Tensor) -> tuple[Any, ...]:
+        query, key_landmarks, landmark_values, value, conv_weight, seed = ctx.saved_tensors
+        gradients = run_backward(
+            query, key_landmarks, landmark_values, value, conv_weight, seed, ctx.dropout_p, context_grad, ctx.rows,
+            of_value=ctx.needs_input_grad[3], of_taps=ctx.needs_input_grad[4],
+        )  # fmt: skip
+        return *gradients, None, None, None
+
+
 def token_attention(
     query: Tensor,
     key_landmarks: Tensor,
@@ -299,6 +356,8 @@ def token_attention(
     value: Tensor | None = None,
     conv_weight: Tensor | None = None,
     rows: Rows | None = None,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """softmax(q k~ᵀ / √D) W over the landmarks that exist, plus the convolution of V; differentiable once.
 
@@ -306,6 +365,8 @@ def token_attention(
         query: (B, H, N, D). key_landmarks: (B, H, M, D). landmark_values: W, (B, H, M, D). All of the same dtype.
         value: (B, H, N, D), conv_weight: (H, 1, T, 1), T odd, of that dtype too; both, or neither for no convolution.
         rows: the ragged batch; None where every token is valid.
+        seed: (1,) int64, from which it is drawn which weights of the landmarks are dropped; None to drop none.
+        dropout_p: probability of dropping a weight, with a seed.
 
     Returns: (B, H, N, D), laid out as (B, N, H, D), zero at invalid tokens; gradients that come in there are ignored.
     """
@@ -313,6 +374,5 @@ def token_attention(
         raise ValueError("Give both value and conv_weight, or neither for no convolution.")
     if value is not None and conv_weight is not None:
         value, conv_weight = unit_stride(value), conv_weight.contiguous()
-    return _TokenAttention.apply(
-        unit_stride(query), key_landmarks.contiguous(), landmark_values.contiguous(), value, conv_weight, rows
-    )
+    landmarks = key_landmarks.contiguous(), landmark_values.contiguous()
+    return _TokenAttention.apply(unit_stride(query), *landmarks, value, conv_weight, seed, dropout_p, rows)

@@ -260,7 +260,7 @@ def nystrom_attention(
     length = query.shape[2]
     # While tracing, the graph must hold for lengths on both sides of M.
     exact = num_landmarks is None or (not is_tracing() and length <= num_landmarks)
-    if not exact and fast_kernels is not None and not is_tracing():
+    if not exact and fast_kernels is not None and not torch.jit.is_tracing():
         context = fast_kernels(
             query,
             key,

@@ -65,6 +65,7 @@ def attend(
         # Dropout drawn block by block would be another one when a checkpointed layer is computed again.
         return F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout_p) + skip
     # A large result of its own costs more than the attention: the system hands its memory out page by page.
+    keep_freed_memory()
     rows, tokens = max(1, BLOCK_TOKENS // query.shape[2]), min(BLOCK_TOKENS, query.shape[2])
     for row in range(0, query.shape[0], rows):
         part = slice(row, row + rows)
