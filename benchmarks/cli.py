@@ -47,6 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=20.0,
         help="seconds after which a slow contender sits out further rounds, at the earliest after three (default: 20)",
     )
+    run.add_argument(
+        "--tokens", type=int, help="as many rows a batch as make so many tokens, at least one (default: --batch_size)"
+    )
     run.add_argument("--no_memory", action="store_true", help="do not measure peak memory")
     run.add_argument("--output", help="JSON file for the results")
     run.add_argument("--plot", help="image file for a plot of the results (needs matplotlib)")
@@ -94,6 +97,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     for name in ("repeats", "batch_size", "num_heads", "head_dim", "num_landmarks", "projected_dim", "num_layers"):
         if getattr(arguments, name) < 1:
             parser.error(f"argument --{name}: must be at least 1")
+    if arguments.tokens is not None and arguments.tokens < 1:
+        parser.error("argument --tokens: must be at least 1")
     if min(arguments.lengths) < 1:
         parser.error("argument --lengths: must be at least 1")
     if arguments.conv_kernel_size % 2 == 0 or arguments.conv_kernel_size < 1:
@@ -129,6 +134,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
     for workload in workloads:
         chosen = arguments.contenders and [name for name in arguments.contenders if name in workload.contenders]
         for length in arguments.lengths:
+            if arguments.tokens:
+                sizes["batch_size"] = max(1, arguments.tokens // length)
             setting = Setting(
                 length=length,
                 dtype=DTYPES[arguments.dtype],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import causal_linear
 from benchmarks.exact import AGAINST_EXACT, EXACT, merge_heads, softmax_attention_chunked, split_heads
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models import kernels
@@ -256,6 +257,7 @@ def add_contenders(workload: Workload) -> Workload:
 
             return Prepared(call)
 
+    causal_linear.add_contender(workload)
     return workload
 
 

@@ -65,6 +65,7 @@ class Contender:
             default. Contenders that compute another function (exact attention) bring theirs.
         judged: how the comparison is made, in words, where it is not plainly against the workload's reference.
         requires: modules that must be importable.
+        install: the command that installs them.
         refuses: says why a setting is beyond this contender, or returns None.
     """
 
@@ -74,13 +75,14 @@ class Contender:
     reference: Callable[[Setting, Inputs], Tensor] | None = None
     judged: str | None = None
     requires: tuple[str, ...] = ()
+    install: str = "pip install -e '.[bench]'"
     refuses: Callable[[Setting], str | None] | None = None
 
     def unavailable(self, setting: Setting | None = None) -> str | None:
         """The reason why this contender cannot run (with this setting), or None."""
         missing = [name for name in self.requires if importlib.util.find_spec(name) is None]
         if missing:
-            return f"needs the Python module {', '.join(missing)}: pip install -e '.[bench]'"
+            return f"needs the Python module {', '.join(missing)}: {self.install}"
         return self.refuses(setting) if self.refuses is not None and setting is not None else None
 
 

@@ -24,6 +24,9 @@ def groups(results: dict) -> dict[tuple, list[dict]]:
 
 def title(rows: list[dict]) -> str:
     setting = rows[0]["setting"]
+    sizes = {row["setting"]["length"] * row["setting"]["batch_size"] for row in rows}
+    if len({row["setting"]["batch_size"] for row in rows}) > 1 and len(sizes) == 1:
+        setting = setting | {"batch_size": f"of {sizes.pop()} tokens"}
     workload = WORKLOADS.get(rows[0]["workload"])
     text = workload.title.format(**setting) if workload else rows[0]["workload"]
     passes = "forward and backward" if setting["backward"] else "forward"

@@ -212,6 +212,7 @@ def test_peak_memory_counts_what_is_held_at_once():
         (["--conv_kernel_size", "4"], "--conv_kernel_size"),
         (["--lengths", "0"], "--lengths"),
         (["--repeats", "0"], "--repeats"),
+        (["--tokens", "0"], "--tokens"),
     ],
 )
 def test_bad_arguments_name_what_would_work(capsys, arguments, named):
@@ -240,6 +241,25 @@ def test_layouts_of_the_papers_tables(tmp_path, capsys):
     assert f"| 256 | {ratios[0]:.3g}x | {ratios[1]:.3g}x |" in printed
     with pytest.raises(SystemExit, match="choose from nystromformer-64"):
         cli.main(["table", str(path), "--layout", "linformer-table-3", "--against", "bert"])
+
+
+def test_batches_of_as_many_tokens_at_every_length(tmp_path, capsys):
+    options = ["--lengths", "16", "32", "128", "--tokens", "64", "--contenders", "ours"]
+    _, stored = run(tmp_path / "result.json", "--op", "nystrom", *options)
+    assert [row["setting"]["batch_size"] for row in stored["results"]] == [4, 2, 1]
+    options[options.index("128")] = "64"
+    run(tmp_path / "result.json", "--op", "nystrom", *options)
+    assert "batch of 64 tokens" in capsys.readouterr().out
+
+
+def test_reference_of_causal_linear_attention():
+    from benchmarks.causal_linear import causal_linear_attention
+
+    query, key, value = torch.randn(3, 2, 300, 2, 4, dtype=torch.float64)
+    features = [torch.nn.functional.elu(states) + 1 for states in (query, key)]
+    weights = torch.einsum("bnhd,bmhd->bhnm", *features).tril()
+    expected = torch.einsum("bhnm,bmhd->bnhd", weights / weights.sum(dim=-1, keepdim=True), value)
+    torch.testing.assert_close(causal_linear_attention(query, key, value), expected)
 
 
 def test_scores_that_do_not_fit_are_not_asked_for():

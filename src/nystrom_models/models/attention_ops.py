@@ -66,14 +66,13 @@ def attend(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, dropout_p=dropout_p) + skip
     # A large result of its own costs more than the attention: the system hands its memory out page by page.
     keep_freed_memory()
-    rows, tokens = max(1, BLOCK_TOKENS // query.shape[2]), min(BLOCK_TOKENS, query.shape[2])
+    length = max(1, query.shape[2])
+    rows, tokens = max(1, BLOCK_TOKENS // length), min(BLOCK_TOKENS, length)
     for row in range(0, query.shape[0], rows):
         part = slice(row, row + rows)
-        mask = None if key_mask is None else key_mask[part]
+        arguments = (key[part], value[part], None if key_mask is None else key_mask[part])
         for queries, sums in zip(query[part].split(tokens, 2), skip[part].split(tokens, 2), strict=True):
-            sums += F.scaled_dot_product_attention(
-                queries, key[part], value[part], attn_mask=mask, dropout_p=dropout_p
-            )
+            sums += F.scaled_dot_product_attention(queries, *arguments)
     return skip
 
 
