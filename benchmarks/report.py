@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Result files as tables and plots."""
 
+import textwrap
 from collections.abc import Callable
 
 from benchmarks.measure import PLAINLY
@@ -266,7 +267,7 @@ def plot(results: dict, path: str) -> None:
             panel.grid(alpha=0.3)
         pair[0].legend(fontsize="small")
         pair[0].set_title(title(rows), fontsize="small", loc="left")
-    figure.text(0.01, 0.005, describe_machine(results), fontsize=5)
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.text(0.01, 0.005, textwrap.fill(describe_machine(results), 220), fontsize=5)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
