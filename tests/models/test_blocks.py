@@ -76,6 +76,16 @@ def test_hooks_see_whole_states_that_nobody_overwrites(option):
             assert relative_error(actual, expected) < 1e-12, name
 
 
+def test_weights_that_accelerate_loads_are_loaded_once():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = make_model("nystromformer-landmarks")
+    for layer in model.encoder.layer:
+        add_hook_to_module(layer.output.dense, ModelHook())
+    _, seen = widths_of_calls(model, {"input_ids": torch.randint(3, 99, MASK.shape)})
+    assert seen == 2 * [MASK.numel()]
+
+
 def test_dropout_is_drawn_as_with_gradients():
     model = make_model("nystromformer-landmarks", hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train()
     ids = torch.randint(3, 99, MASK.shape)

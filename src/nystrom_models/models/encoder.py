@@ -152,11 +152,11 @@ def activation(config: EncoderConfig) -> nn.Module:
 
 def is_unobserved(*modules: nn.Module) -> bool:
     """Whether nobody can tell if inner states of these modules are overwritten or computed in parts: there is neither
-    gradient nor graph nor hook that keeps them."""
+    gradient nor graph nor hook that keeps them, and no weight that Accelerate would load anew for every part."""
     if torch.is_grad_enabled() or is_tracing():
         return False
-    parts = (part for module in modules for part in module.modules())
-    return not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    parts = [part for module in modules for part in module.modules()]
+    return not any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in parts)
 
 
 class EncoderEmbeddings(nn.Module):
