@@ -6,10 +6,11 @@ import os
 import platform
 import re
 import subprocess
-import time
 from collections.abc import Callable
 
 import torch
+
+from benchmarks.measure import seconds_a_call
 
 PACKAGES = (
     "nystrom_models",
@@ -78,14 +79,7 @@ def ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
     product = torch.empty_like(matrix)
 
     def best(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(6):
-            started = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return min(times)
+        return min(seconds_a_call(call, 1, device) for _ in range(6))
 
     return {
         "bytes_per_second": 2 * 4 * numbers / best(lambda: target.copy_(source)),

@@ -77,29 +77,25 @@ self_attention = register(
         kind="op",
         title="Self-attention modules ({num_heads} heads of {head_dim}, batch {batch_size}), with all linear layers",
         inputs=draw_inputs,
-        reference=lambda setting, inputs: nystromformer(nystrom_attention_reference, setting, inputs, LANDMARKS[0]),
+        reference=None,
         baseline=f"nystromformer-{LANDMARKS[0]}",
     )
 )
 
-for landmarks in LANDMARKS:
+# name, module, attention, its reference, size
+OURS = (
+    *((f"nystromformer-{m}", nystromformer, nystrom_attention, nystrom_attention_reference, m) for m in LANDMARKS),
+    *((f"linformer-{k}", linformer_with, linformer_attention, linformer_attention_reference, k) for k in PROJECTED),
+)
 
-    def nystromformer_reference(setting, inputs, landmarks=landmarks):
-        return nystromformer(nystrom_attention_reference, setting, inputs, landmarks)
+for name, module, function, reference, size in OURS:
 
-    @self_attention.contender(f"nystromformer-{landmarks}", ours=True, reference=nystromformer_reference)
-    def nystromformer_module(setting, inputs, landmarks=landmarks):
-        return Prepared(lambda: nystromformer(nystrom_attention, setting, inputs, landmarks))
+    def readable(setting, inputs, module=module, function=reference, size=size):
+        return module(function, setting, inputs, size)
 
-
-for size in PROJECTED:
-
-    def linformer_reference(setting, inputs, size=size):
-        return linformer_with(linformer_attention_reference, setting, inputs, size)
-
-    @self_attention.contender(f"linformer-{size}", ours=True, reference=linformer_reference)
-    def linformer_module(setting, inputs, size=size):
-        return Prepared(lambda: linformer_with(linformer_attention, setting, inputs, size))
+    @self_attention.contender(name, ours=True, reference=readable)
+    def ours(setting, inputs, module=module, function=function, size=size):
+        return Prepared(lambda: module(function, setting, inputs, size))
 
 
 def needs_windows(setting: Setting) -> str | None:

@@ -225,28 +225,9 @@ def _attend_in_graph(
         return None
     if _why_not_of_shape(query, key, value, num_landmarks, conv_weight, dropout_p) is not None:
         return None
-    dtype = _computed_dtype(query)
-    if not _work(query.device, dtype, num_landmarks, query.shape[-1]):
+    if not _work(query.device, _computed_dtype(query), num_landmarks, query.shape[-1]):
         return None
-    from . import torch_operator
-    from .tiles import Rows
-
-    if conv_weight is not None:
-        conv_weight = conv_weight.to(dtype)
-    rows = None
-    if mask is not None:
-        rows = Rows.of(mask, landmark_segments(mask, num_landmarks) if segments is None else segments)
-    return torch_operator.nystrom_attention(
-        query.to(dtype),
-        key.to(dtype),
-        value.to(dtype),
-        conv_weight,
-        _seed(query.device, dropout_p),
-        rows,
-        num_landmarks,
-        pinv_iterations,
-        dropout_p,
-    )
+    return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, dropout_p, segments)
 
 
 def _seed(device: torch.device, dropout_p: float) -> Tensor | None:
@@ -308,21 +289,25 @@ def _attend(
     dropout_p: float,
     segments: Segments | None,
 ) -> Tensor:
+    from . import torch_operator
     from .landmark_attention import landmark_attention
     from .landmarks import landmarks
     from .pseudo_inverse import pseudo_inverse
     from .tiles import Rows
     from .token_attention import token_attention
 
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = _computed_dtype(query)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        conv_weight = None if conv_weight is None else conv_weight.to(dtype)
-    with torch.autocast(device, enabled=False):
-        rows = None
-        if mask is not None:
-            rows = Rows.of(mask, landmark_segments(mask, num_landmarks) if segments is None else segments)
+    dtype = _computed_dtype(query)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    conv_weight = None if conv_weight is None else conv_weight.to(dtype)
+    seed = _seed(query.device, dropout_p)
+    rows = None
+    if mask is not None:
+        rows = Rows.of(mask, landmark_segments(mask, num_landmarks) if segments is None else segments)
+    if torch.compiler.is_compiling():
+        return torch_operator.nystrom_attention(
+            query, key, value, conv_weight, seed, rows, num_landmarks, pinv_iterations, dropout_p
+        )
+    with torch.autocast(query.device.type, enabled=False):
         query_landmarks, key_landmarks = landmarks(query, key, num_landmarks, rows)
         inverse = pseudo_inverse(query_landmarks, key_landmarks, pinv_iterations, rows)
         seen = landmark_attention(query_landmarks, key, value, rows)
@@ -334,7 +319,7 @@ def _attend(
             None if conv_weight is None else value,
             conv_weight,
             rows,
-            _seed(query.device, dropout_p),
+            seed,
             dropout_p,
         )
 

@@ -228,9 +228,7 @@ def run_backward(
 
 
 class _LandmarkAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(query_landmarks: Tensor, key: Tensor, value: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        return run_forward(query_landmarks, key, value, rows)
+    forward = staticmethod(run_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -126,9 +126,7 @@ def run_backward(
 
 
 class _Landmarks(torch.autograd.Function):
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, num_landmarks: int, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        return run_forward(query, key, num_landmarks, rows)
+    forward = staticmethod(run_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

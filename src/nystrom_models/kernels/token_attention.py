@@ -320,18 +320,7 @@ def run_backward(
 
 
 class _TokenAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        query: Tensor,
-        key_landmarks: Tensor,
-        landmark_values: Tensor,
-        value: Tensor | None,
-        conv_weight: Tensor | None,
-        seed: Tensor | None,
-        dropout_p: float,
-        rows: Rows | None,
-    ) -> Tensor:
-        return run_forward(query, key_landmarks, landmark_values, value, conv_weight, seed, dropout_p, rows)
+    forward = staticmethod(run_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
