@@ -193,24 +193,29 @@ def landmark_segments(mask: Tensor, num_landmarks: int) -> Segments:
 
 
 def _segment_means(states: Tensor, num_landmarks: int) -> Tensor:
-    """Landmarks (B, H, M, D) of states (B, H, N, D) without padding, N >= M: views of the two groups of segments."""
-    batch, heads, length, dim = states.shape
+    """Landmarks (B, H, M, D) of states (B, H, N, D) without padding, N >= M: two groups of segments, as they lie.
+
+    A mean is a product with a row of 1 / s: it reads half precision as it is, adds in float32 and rounds once.
+    """
+    heads, length = states.shape[1:3]
     size = length // num_landmarks
     small = (size + 1) * num_landmarks - length
-    short, long = states[:, :, : small * size], states[:, :, small * size :]
-    means = [short.reshape(batch, heads, small, size, dim).mean(dim=3)]
-    if small < num_landmarks:
-        means.append(long.reshape(batch, heads, num_landmarks - small, size + 1, dim).mean(dim=3))
-    return torch.cat(means, dim=2) if len(means) > 1 else means[0]
+    groups = [(small, size), (num_landmarks - small, size + 1)]
+    tokens = merge_heads(states)
+    parts = tokens.split([count * size for count, size in groups], dim=1) if small < num_landmarks else [tokens]
+    means = []
+    for part, (count, size) in zip(parts, groups, strict=False):
+        shares = tokens.new_full((1, size), 1 / size)
+        means.append((shares @ part.unflatten(1, (count, size))).squeeze(2))
+    return split_heads(torch.cat(means, dim=1) if len(means) > 1 else means[0], heads)
 
 
 def _gathered_means(states: Tensor, segments: Segments) -> Tensor:
     """Landmarks (B, H, M, D) of states (B, H, N, D) of a ragged batch; zero where a landmark does not exist."""
     heads = states.shape[1]
     tokens = gather_tokens(merge_heads(states), segments.positions)  # (B, M, S, H·D)
-    sums = segments.inside.to(tokens.dtype).unsqueeze(-2) @ tokens  # (B, M, 1, H·D)
-    means = sums.squeeze(-2) / segments.size[..., None].to(tokens.dtype)
-    return split_heads(means, heads)
+    shares = segments.inside.to(tokens.dtype) / segments.size[..., None].to(tokens.dtype)  # (B, M, S)
+    return split_heads((shares.unsqueeze(-2) @ tokens).squeeze(-2), heads)
 
 
 def _landmark_pinv(query_landmarks: Tensor, key_landmarks: Tensor, exists: Tensor | None, iterations: int) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
+# oneDNN convolves in bfloat16, summing in float32, from AVX-512 on.
+_HAS_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 # The share of padding from which a batch is unpadded: below, bringing the tokens into rows for the attention and back
 # takes about the time that the linear layers would save.
@@ -184,11 +186,12 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
 def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
     """The convolution on a CPU: V where it lies, as (B, N, H·D) channels last, several times as fast as head by head.
 
-    In float32, for oneDNN has half precision on some processors only, and what replaces it is slower by far.
+    Half precision that oneDNN lacks here is brought to float32, for what replaces oneDNN is slower by far.
     """
     batch, heads, length, dim = value.shape
-    channels = value.float().transpose(1, 2).reshape(batch, length, heads * dim).transpose(1, 2).unsqueeze(2)
-    filters = weight.float().squeeze(3).repeat_interleave(dim, dim=0).unsqueeze(1)  # (H·D, 1, 1, kernel)
+    dtype = value.dtype if value.dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
+    channels = value.to(dtype).transpose(1, 2).reshape(batch, length, heads * dim).transpose(1, 2).unsqueeze(2)
+    filters = weight.to(dtype).squeeze(3).repeat_interleave(dim, dim=0).unsqueeze(1)  # (H·D, 1, 1, kernel)
     with torch.autocast("cpu", enabled=False):
         filtered = F.conv2d(channels, filters, padding=(0, weight.shape[2] // 2), groups=heads * dim)
     return split_heads(filtered.squeeze(2).transpose(1, 2).to(value.dtype), heads)
@@ -219,15 +222,35 @@ class _DepthwiseConvolution(torch.autograd.Function):
 def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
     """(H, 1, taps, 1): at j the sum of gradient[n] · value[n + j - taps // 2] over the batch and all tokens n.
 
-    One matrix product a head: blocks of S tokens against windows of S + taps - 1, of which the diagonals are summed.
+    A block of S tokens times the S + taps - 1 that the filter saw around it is a product of matrices; the sum of these
+    products has the wanted sums along its diagonals.
     """
-    size = max(16, taps - 1)
-    blocks = (value.shape[2] + size - 1) // size
-    beyond = blocks * size - value.shape[2]
-    gradient = F.pad(gradient.float(), (0, 0, 0, beyond)).unflatten(2, (blocks, size))
-    windows = F.pad(value.float(), (0, 0, taps // 2, taps // 2 + beyond)).unfold(2, size + taps - 1, size)
+    size, reach = max(16, taps - 1), taps // 2
     with torch.autocast("cpu", enabled=False):
-        products = torch.einsum("bhnsd,bhndw->hsw", gradient, windows)
+        if is_tracing():
+            products = _products_of_blocks(gradient, value, size, reach)
+        else:
+            batch, heads, length, _ = value.shape
+            products = value.new_zeros(heads, size, size + 2 * reach, dtype=torch.float32)
+            for row in range(batch):
+                for start in range(0, length, size):
+                    first, stop, last = (
+                        max(start - reach, 0),
+                        min(start + size, length),
+                        min(start + size + reach, length),
+                    )
+                    seen = slice(first - start + reach, last - start + reach)
+                    products[:, : stop - start, seen].baddbmm_(
+                        gradient[row, :, start:stop].float(), value[row, :, first:last].float().mT
+                    )
     # Rows one longer than the distance of the diagonal's elements put each diagonal into a column.
     skewed = F.pad(F.pad(products, (0, 1)).flatten(1), (0, size)).unflatten(1, (size, size + taps + 1))
     return skewed[..., :taps].sum(dim=1)[:, None, :, None]
+
+
+def _products_of_blocks(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
+    """The sum of products in `_correlate`, (H, S, S + 2 reach), for graphs: no loop over the length, but copies."""
+    beyond = -value.shape[2] % size
+    blocks = F.pad(gradient.float(), (0, 0, 0, beyond)).unflatten(2, (-1, size))
+    windows = F.pad(value.float(), (0, 0, reach, reach + beyond)).unfold(2, size + 2 * reach, size)
+    return torch.einsum("bhnsd,bhndw->hsw", blocks, windows)
