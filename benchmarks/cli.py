@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m benchmarks {list,run,table,plot,capabilities}`."""
+"""Command line: `python -m benchmarks {list,run,table,plot,kernels,capabilities}`."""
 
 import argparse
 import dataclasses
@@ -8,12 +8,14 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 
 import torch
 
 from benchmarks import (  # noqa: F401  (they register)
     capabilities,
     environment,
+    kernels,
     linformer,
     models,
     nystrom,
@@ -35,9 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--op", nargs="*", help="operations to measure (see list); without names: all of them")
     run.add_argument("--model", nargs="*", help="whole models to measure (see list); without names: all of them")
     run.add_argument("--contenders", nargs="+", help="measure these only, and the baseline")
-    run.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="numbers of tokens n")
     run.add_argument("--backward", action="store_true", help="time forward and backward together")
-    run.add_argument("--dtype", choices=DTYPES, default="float32")
     run.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     run.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     run.add_argument("--repeats", type=int, default=15, help="rounds of timing (default: 15)")
@@ -47,15 +47,15 @@ def build_parser() -> argparse.ArgumentParser:
         default=20.0,
         help="seconds after which a slow contender sits out further rounds, at the earliest after three (default: 20)",
     )
-    run.add_argument(
-        "--tokens", type=int, help="as many rows a batch as make so many tokens, at least one (default: --batch_size)"
-    )
     run.add_argument("--no_memory", action="store_true", help="do not measure peak memory")
     run.add_argument("--output", help="JSON file for the results")
     run.add_argument("--plot", help="image file for a plot of the results (needs matplotlib)")
-    for field in dataclasses.fields(Setting):
-        if field.type is int and field.name != "length":
-            run.add_argument(f"--{field.name}", type=int, default=field.default, help=f"default: {field.default}")
+    add_sizes(run)
+
+    alone = commands.add_parser("kernels", help="time the Triton kernels one by one (GPU), and ways to launch them")
+    alone.add_argument("--sweep", action="store_true", help="also find the fastest way to launch each (minutes)")
+    add_sizes(alone)
+    alone.set_defaults(device="cuda", dtype="bfloat16", repeats=1)
 
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
@@ -70,6 +70,30 @@ def build_parser() -> argparse.ArgumentParser:
     abilities = commands.add_parser("capabilities", help="try what each implementation can do (CPU, under a minute)")
     abilities.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
+
+
+def add_sizes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="numbers of tokens n")
+    command.add_argument("--dtype", choices=DTYPES, default="float32")
+    command.add_argument(
+        "--tokens", type=int, help="as many rows a batch as make so many tokens, at least one (default: --batch_size)"
+    )
+    for field in dataclasses.fields(Setting):
+        if field.type is int and field.name != "length":
+            command.add_argument(f"--{field.name}", type=int, default=field.default, help=f"default: {field.default}")
+
+
+def settings(arguments: argparse.Namespace, **conditions: bool) -> Iterator[Setting]:
+    """One a length."""
+    sizes = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(Setting)
+        if field.type is int and field.name != "length"
+    }
+    for length in arguments.lengths:
+        if arguments.tokens:
+            sizes["batch_size"] = max(1, arguments.tokens // length)
+        yield Setting(length=length, dtype=DTYPES[arguments.dtype], device=arguments.device, **conditions, **sizes)
 
 
 def selected_workloads(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list:
@@ -107,6 +131,21 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
         parser.error("argument --device: PyTorch finds no CUDA device here; use cpu")
 
 
+def circumstances(arguments: argparse.Namespace) -> dict:
+    """What results depend on besides the code."""
+    return {
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": environment.machine(arguments.device),
+        "versions": environment.versions(),
+        "source": environment.commit(),
+        "ceilings": environment.ceilings(arguments.device, DTYPES[arguments.dtype]),
+    }
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def describe_setting(setting: Setting) -> dict:
     return {**dataclasses.asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
 
@@ -118,31 +157,13 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
         torch.set_num_threads(arguments.threads)
     results = {
         "schema_version": SCHEMA_VERSION,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *argv]),
-        "machine": environment.machine(arguments.device),
-        "versions": environment.versions(),
-        "source": environment.commit(),
-        "ceilings": environment.ceilings(arguments.device, DTYPES[arguments.dtype]),
+        **circumstances(arguments),
         "results": [],
-    }
-    sizes = {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(Setting)
-        if field.type is int and field.name != "length"
     }
     for workload in workloads:
         chosen = arguments.contenders and [name for name in arguments.contenders if name in workload.contenders]
-        for length in arguments.lengths:
-            if arguments.tokens:
-                sizes["batch_size"] = max(1, arguments.tokens // length)
-            setting = Setting(
-                length=length,
-                dtype=DTYPES[arguments.dtype],
-                device=arguments.device,
-                backward=arguments.backward,
-                **sizes,
-            )
+        for setting in settings(arguments, backward=arguments.backward):
             rows = measure(
                 workload,
                 setting,
@@ -151,7 +172,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
                 max_seconds=arguments.max_seconds,
                 memory=not arguments.no_memory,
                 ceilings=results["ceilings"],
-                report=lambda line: print(line, file=sys.stderr, flush=True),
+                report=progress,
             )
             results["results"] += [{**row, "setting": describe_setting(setting)} for row in rows]
             if arguments.output:  # after every length, so that an interrupted run keeps what it has
@@ -161,6 +182,18 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
         report.plot(results, arguments.plot)
     wrong = [row for row in results["results"] if row["status"] == "wrong" and row["ours"]]
     return 1 if wrong else 0
+
+
+def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        parser.error("the kernels are for a GPU, and PyTorch finds no CUDA device here")
+    check_arguments(parser, arguments)
+    found = circumstances(arguments)
+    print(report.describe_machine(found))
+    for setting in settings(arguments):
+        print(f"\nn = {setting.length}, batch {setting.batch_size}, {arguments.dtype}\n")
+        print(kernels.table(setting, found["ceilings"], arguments.sweep, progress))
+    return 0
 
 
 def write(results: dict, path: str) -> None:
@@ -190,7 +223,7 @@ def list_workloads() -> None:
 
 def show_capabilities(markdown: bool) -> int:
     """Prints the table; 1 if ours lack something."""
-    answers = capabilities.measure(capabilities.CONTENDERS, lambda line: print(line, file=sys.stderr, flush=True))
+    answers = capabilities.measure(capabilities.CONTENDERS, progress)
     print(capabilities.table(answers, markdown))
     return 1 if capabilities.failures(answers) else 0
 
@@ -201,6 +234,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "run":
         return run(parser, arguments, argv)
+    if arguments.command == "kernels":
+        return time_kernels(parser, arguments)
     if arguments.command == "list":
         list_workloads()
     elif arguments.command == "table":

@@ -13,10 +13,9 @@ pytest.importorskip("triton.backends.nvidia", reason="no Triton for NVIDIA")
 
 # Of a thread block on any GPU of capability 8.0 or newer: 8.6 and 8.9 have the least, 9.0 has 227.
 SHARED_MEMORY = 99 * 1024
-# What a thread spills from its registers, in bytes. Most kernels spill little or nothing; the gradient of
-# `token_attention` with 128 landmarks in bfloat16 spills 2,376, with dropout 6,392. Tiles that are far too large spill
-# 10,000 and more.
-STACK = 8192
+# What a thread spills from its registers, in bytes: most kernels little or nothing, 2,352 the gradient of
+# `token_attention` with 128 landmarks and dropout. Tiles that are far too large spill 5,000 and more.
+STACK = 3072
 
 SIZES = [
     pytest.param("80", "bfloat16", 16, 16, id="80-bfloat16-16x16"),
@@ -51,7 +50,7 @@ def test_compiles_and_fits(architecture, dtype, count, dim, tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     compiled = json.loads(result.stdout)
-    assert len(compiled) == 11
+    assert len(compiled) == 10
     for name, resources in compiled.items():
         assert resources["shared"] <= SHARED_MEMORY, name
         assert resources["stack"] <= STACK, name

@@ -27,7 +27,9 @@ logger = logging.get_logger(__name__)
 VARIABLE = "NYSTROM_MODELS_KERNELS"
 MAX_LANDMARKS = 128
 MAX_HEAD_SIZE = 128
-# Of the landmarks and channels, each rounded up to a power of two: what fits into 99 KiB of shared memory.
+MAX_TAPS = 129
+# Of the landmarks and channels, each rounded up to a power of two: what fits into 99 KiB of shared memory, in half
+# precision; in float32 it is half as much.
 MAX_LANDMARKS_TIMES_HEAD_SIZE = 8192
 
 # Tests add "cpu", where Triton interprets.
@@ -101,17 +103,21 @@ def _why_not_of_shape(
         return f"{length} tokens with num_landmarks={num_landmarks} get exact attention, which PyTorch has kernels for"
     if num_landmarks > MAX_LANDMARKS:
         return f"num_landmarks={num_landmarks} is more than the {MAX_LANDMARKS} that fit: choose at most that"
+    if conv_weight is not None and conv_weight.shape[2] > MAX_TAPS:
+        return f"conv_kernel_size={conv_weight.shape[2]} is more than the {MAX_TAPS} that fit: choose at most that"
     if dim > MAX_HEAD_SIZE:
         return (
             f"a head size of {dim} is more than the {MAX_HEAD_SIZE} that fit: raise num_attention_heads, hidden_size "
             "staying the same"
         )
-    if _power_of_two(num_landmarks) * _power_of_two(dim) > MAX_LANDMARKS_TIMES_HEAD_SIZE:
-        fitting = MAX_LANDMARKS_TIMES_HEAD_SIZE // _power_of_two(dim)
-        return f"num_landmarks={num_landmarks} do not fit with a head size of {dim}: choose at most {fitting}"
     dtypes = {tensor.dtype for tensor in tensors}
     if not dtypes <= set(_DTYPES) or (len(dtypes) > 1 and not torch.is_autocast_enabled(device.type)):
         return f"they take one dtype, float16, bfloat16 or float32, and not {', '.join(sorted(map(str, dtypes)))}"
+    dtype = _computed_dtype(query)
+    fitting = MAX_LANDMARKS_TIMES_HEAD_SIZE // (2 if dtype == torch.float32 else 1)
+    if _power_of_two(num_landmarks) * _power_of_two(dim) > fitting:
+        most = f"choose at most {fitting // _power_of_two(dim)}" + (" or bfloat16" if dtype == torch.float32 else "")
+        return f"num_landmarks={num_landmarks} do not fit with a head size of {dim} in {dtype}: {most}"
     if not 0 <= dropout_p < 1:
         return f"they drop weights with a probability of at least 0 and below 1, and dropout_p is {dropout_p}"
     if batch * heads > _MAX_PROGRAMS:
@@ -289,12 +295,9 @@ def _attend(
     dropout_p: float,
     segments: Segments | None,
 ) -> Tensor:
-    from . import torch_operator
-    from .landmark_attention import landmark_attention
-    from .landmarks import landmarks
-    from .pseudo_inverse import pseudo_inverse
+    from .attention import Attention
     from .tiles import Rows
-    from .token_attention import token_attention
+    from .torch_operator import nystrom_attention as in_graph
 
     dtype = _computed_dtype(query)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -303,25 +306,8 @@ def _attend(
     rows = None
     if mask is not None:
         rows = Rows.of(mask, landmark_segments(mask, num_landmarks) if segments is None else segments)
-    if torch.compiler.is_compiling():
-        return torch_operator.nystrom_attention(
-            query, key, value, conv_weight, seed, rows, num_landmarks, pinv_iterations, dropout_p
-        )
-    with torch.autocast(query.device.type, enabled=False):
-        query_landmarks, key_landmarks = landmarks(query, key, num_landmarks, rows)
-        inverse = pseudo_inverse(query_landmarks, key_landmarks, pinv_iterations, rows)
-        seen = landmark_attention(query_landmarks, key, value, rows)
-        landmark_values = (inverse @ seen).to(value.dtype)
-        return token_attention(
-            query,
-            key_landmarks,
-            landmark_values,
-            None if conv_weight is None else value,
-            conv_weight,
-            rows,
-            seed,
-            dropout_p,
-        )
+    compute = in_graph if torch.compiler.is_compiling() else Attention.apply
+    return compute(query, key, value, conv_weight, seed, rows, num_landmarks, pinv_iterations, dropout_p)
 
 
-__all__ = ["MAX_HEAD_SIZE", "MAX_LANDMARKS", "VARIABLE", "nystrom_attention", "why_not"]
+__all__ = ["MAX_HEAD_SIZE", "MAX_LANDMARKS", "MAX_TAPS", "VARIABLE", "nystrom_attention", "why_not"]

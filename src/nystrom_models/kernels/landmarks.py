@@ -1,44 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Landmarks of queries and keys, the means of their segments (eq. 16 of arXiv:2102.03902), in one launch.
+"""Landmarks of the queries, the means of their segments (eq. 16 of arXiv:2102.03902), and what they give back.
 
-A program is one segment of a head; it reads each of its tokens once, of both. Legend as in `tiles.py`.
+A program is one segment of a head. The keys' landmarks are summed where the keys are read anyway, in
+`landmark_attention.py`. Legend as in `tiles.py`.
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .tiles import Rows, load_tile, new_states, on_device, row_arguments, store_tile, strides, tile, unit_stride
-
-
-@triton.jit
-def _segment_size(sizes, exists, row, segment, N, M, MASKED: tl.constexpr):
-    """The number of tokens of a segment, 0 if it does not exist."""
-    if MASKED:
-        size = tl.load(sizes + row * M + segment).to(tl.int32)
-        return tl.where(tl.load(exists + row * M + segment) != 0, size, 0)
-    else:
-        size = N // M
-        return size + (segment >= (size + 1) * M - N).to(tl.int32)
+from .tiles import Rows, load_tile, on_device, row_arguments, store_tile, strides, tile
 
 
 @triton.jit
-def _segment_tokens(positions, row, segment, rank, inside, N, M, longest, MASKED: tl.constexpr):
-    """Where the tokens of these ranks within a segment stand."""
+def _segment(
+    positions, sizes, exists, row, segment, N, M, longest, MASKED: tl.constexpr
+):  # fmt: skip
+    """How many tokens a segment has, and where the first of them stands or, if MASKED, is listed."""
     if MASKED:
-        return tl.load(positions + (row * M + segment) * longest + rank, mask=inside, other=0)
+        place = row * M + segment
+        size = tl.load(sizes + place).to(tl.int32)
+        return tl.where(tl.load(exists + place) != 0, size, 0), place * longest
     else:
         size = N // M
-        return segment * size + tl.maximum(segment - ((size + 1) * M - N), 0) + rank
+        small = (size + 1) * M - N
+        return size + (segment >= small).to(tl.int32), segment * size + tl.maximum(segment - small, 0)
+
+
+@triton.jit
+def _tokens(positions, start, rank, inside, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(positions + start + rank, mask=inside, other=0)
+    else:
+        return start + rank
 
 
 @triton.jit
 def _landmarks_forward(
-    query, query_b, query_h, query_n, key, key_b, key_h, key_n, query_landmarks, key_landmarks,
+    query, query_b, query_h, query_n, query_landmarks,
     H, N, M, D, mask, positions, sizes, exists, exact, longest,
     MASKED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -46,26 +47,21 @@ def _landmarks_forward(
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     query += row * query_b + program % H * query_h
-    key += row * key_b + program % H * key_h
-    size = _segment_size(sizes, exists, row, segment, N, M, MASKED)
-    query_sum = tl.zeros([BLOCK_D], tl.float32)
-    key_sum = tl.zeros([BLOCK_D], tl.float32)
+    size, first = _segment(positions, sizes, exists, row, segment, N, M, longest, MASKED)
+    total = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, size, BLOCK_S):
         rank = start + tl.arange(0, BLOCK_S)
-        inside = rank < size
-        tokens = _segment_tokens(positions, row, segment, rank, inside, N, M, longest, MASKED)
-        query_sum += tl.sum(load_tile(query, tokens, query_n, inside, D, BLOCK_D).to(tl.float32), axis=0)
-        key_sum += tl.sum(load_tile(key, tokens, key_n, inside, D, BLOCK_D).to(tl.float32), axis=0)
+        tokens = _tokens(positions, first, rank, rank < size, MASKED)
+        total += tl.sum(load_tile(query, tokens, query_n, rank < size, D, BLOCK_D).to(tl.float32), axis=0)
     channels = tl.arange(0, BLOCK_D)
-    place = (program * M + segment) * D + channels
-    size = tl.maximum(size, 1).to(tl.float32)
-    tl.store(query_landmarks + place, (query_sum / size).to(query_landmarks.dtype.element_ty), mask=channels < D)
-    tl.store(key_landmarks + place, (key_sum / size).to(key_landmarks.dtype.element_ty), mask=channels < D)
+    mean = total / tl.maximum(size, 1).to(tl.float32)
+    place = query_landmarks + (program * M + segment) * D + channels
+    tl.store(place, mean.to(query_landmarks.dtype.element_ty), mask=channels < D)
 
 
 @triton.jit
 def _landmarks_backward(
-    query_landmarks_grad, key_landmarks_grad, query_grad, key_grad, grad_b, grad_h, grad_n,
+    query_landmarks_grad, query_grad, grad_b, grad_h, grad_n,
     H, N, M, D, mask, positions, sizes, exists, exact, longest,
     MASKED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -73,20 +69,15 @@ def _landmarks_backward(
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     query_grad += row * grad_b + program % H * grad_h
-    key_grad += row * grad_b + program % H * grad_h
-    size = _segment_size(sizes, exists, row, segment, N, M, MASKED)
+    size, first = _segment(positions, sizes, exists, row, segment, N, M, longest, MASKED)
     channels = tl.arange(0, BLOCK_D)
-    place = (program * M + segment) * D + channels
-    share = 1.0 / tl.maximum(size, 1).to(tl.float32)
-    of_query = tl.load(query_landmarks_grad + place, mask=channels < D, other=0.0).to(tl.float32) * share
-    of_key = tl.load(key_landmarks_grad + place, mask=channels < D, other=0.0).to(tl.float32) * share
+    place = query_landmarks_grad + (program * M + segment) * D + channels
+    share = tl.load(place, mask=channels < D, other=0.0) / tl.maximum(size, 1).to(tl.float32)
     for start in range(0, size, BLOCK_S):
         rank = start + tl.arange(0, BLOCK_S)
-        inside = rank < size
-        tokens = _segment_tokens(positions, row, segment, rank, inside, N, M, longest, MASKED)
-        zeros = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-        store_tile(query_grad, tokens, grad_n, inside, zeros + of_query[None, :], D, BLOCK_D)
-        store_tile(key_grad, tokens, grad_n, inside, zeros + of_key[None, :], D, BLOCK_D)
+        tokens = _tokens(positions, first, rank, rank < size, MASKED)
+        grad = load_tile(query_grad, tokens, grad_n, rank < size, D, BLOCK_D).to(tl.float32)
+        store_tile(query_grad, tokens, grad_n, rank < size, grad + share[None, :], D, BLOCK_D)
 
 
 def _sizes(length: int, num_landmarks: int, dim: int, rows: Rows | None) -> dict[str, Any]:
@@ -95,58 +86,31 @@ def _sizes(length: int, num_landmarks: int, dim: int, rows: Rows | None) -> dict
     return {"BLOCK_S": block, "BLOCK_D": tile(dim), "num_warps": 4 if block > 16 else 1}
 
 
-def run_forward(query: Tensor, key: Tensor, num_landmarks: int, rows: Rows | None) -> tuple[Tensor, Tensor]:
-    """As `landmarks`; queries and keys with unit stride."""
-    batch, heads, length, dim = query.shape
-    query_landmarks = query.new_empty(batch, heads, num_landmarks, dim)
-    key_landmarks = torch.empty_like(query_landmarks)
-    with on_device(query):
-        _landmarks_forward[(num_landmarks, batch * heads)](
-            query, *strides(query), key, *strides(key), query_landmarks, key_landmarks,
-            heads, length, num_landmarks, dim, **row_arguments(rows), **_sizes(length, num_landmarks, dim, rows),
-        )  # fmt: skip
-    return query_landmarks, key_landmarks
-
-
-def run_backward(
-    query_landmarks_grad: Tensor, key_landmarks_grad: Tensor, length: int, rows: Rows | None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of queries and keys, (B, H, N, D)."""
-    batch, heads, count, dim = query_landmarks_grad.shape
-    # Padding belongs to no segment, and no program writes there.
-    query_grad = new_states(query_landmarks_grad, length, zeros=rows is not None)
-    key_grad = new_states(key_landmarks_grad, length, zeros=rows is not None)
-    with on_device(query_grad):
-        _landmarks_backward[(count, batch * heads)](
-            query_landmarks_grad.contiguous(), key_landmarks_grad.contiguous(),
-            query_grad, key_grad, *strides(query_grad),
-            heads, length, count, dim, **row_arguments(rows), **_sizes(length, count, dim, rows),
-        )  # fmt: skip
-    return query_grad, key_grad
-
-
-class _Landmarks(torch.autograd.Function):
-    forward = staticmethod(run_forward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, _, _, ctx.rows = inputs
-        ctx.length = query.shape[2]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, query_landmarks_grad: Tensor, key_landmarks_grad: Tensor) -> tuple[Any, ...]:
-        return *run_backward(query_landmarks_grad, key_landmarks_grad, ctx.length, ctx.rows), None, None
-
-
-def landmarks(query: Tensor, key: Tensor, num_landmarks: int, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
-    """Segment means of queries and keys, summed in float32; differentiable once.
+def run_forward(query: Tensor, num_landmarks: int, rows: Rows | None = None) -> Tensor:
+    """Segment means of queries, summed in float32.
 
     Args:
-        query, key: (B, H, N, D), float16, bfloat16 or float32, N >= M.
-        num_landmarks: M.
+        query: (B, H, N, D), with unit stride, N >= M. num_landmarks: M.
         rows: the ragged batch; None where every token is valid.
 
-    Returns: two of (B, H, M, D), in the dtype of `query`, contiguous, zero where a landmark does not exist.
+    Returns: (B, H, M, D), in the dtype of `query`, contiguous, zero where a landmark does not exist.
     """
-    return _Landmarks.apply(unit_stride(query), unit_stride(key), num_landmarks, rows)
+    batch, heads, length, dim = query.shape
+    query_landmarks = query.new_empty(batch, heads, num_landmarks, dim)
+    with on_device(query):
+        _landmarks_forward[(num_landmarks, batch * heads)](
+            query, *strides(query), query_landmarks,
+            heads, length, num_landmarks, dim, **row_arguments(rows), **_sizes(length, num_landmarks, dim, rows),
+        )  # fmt: skip
+    return query_landmarks
+
+
+def add_gradient(query_grad: Tensor, query_landmarks_grad: Tensor, rows: Rows | None = None) -> None:
+    """Adds to query_grad, (B, H, N, D), what the landmarks' gradient, (B, H, M, D) float32 contiguous, gives them."""
+    batch, heads, length, dim = query_grad.shape
+    count = query_landmarks_grad.shape[2]
+    with on_device(query_grad):
+        _landmarks_backward[(count, batch * heads)](
+            query_landmarks_grad, query_grad, *strides(query_grad),
+            heads, length, count, dim, **row_arguments(rows), **_sizes(length, count, dim, rows),
+        )  # fmt: skip

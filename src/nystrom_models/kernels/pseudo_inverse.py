@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pseudo-inverse of A = softmax(q~ k~ᵀ / √D) (eq. 14 of arXiv:2102.03902), all iterations in one launch.
+"""The pseudo-inverse of A = softmax(q~ k~ᵀ / √D) (eq. 14 of arXiv:2102.03902), all iterations in one launch, and its
+product with what the landmarks see.
 
 A program is one head. Up to 64 landmarks its m×m matrices stay in registers and shared memory over all iterations.
 For 128, and for the backward pass, which has more of them, they lie in a workspace of the program's own, a few tens of
@@ -13,9 +14,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .tiles import LOG2_E, Rows, dot, landmark_count, load_tile, on_device, row_arguments, store_tile, tile
+from . import tiles
+from .tiles import LOG2_E, Rows, landmark_count, load_tile, on_device, row_arguments, store_tile, tile
+
+
+@triton.jit
+def dot(a, b):
+    """a b of float32, by tensor cores: three products of TF32 keep all but its last bit or two, one would keep ten."""
+    return tiles.dot(a, b, "tf32x3")
 
 
 @triton.jit
@@ -74,7 +81,7 @@ def _product(a, b, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, BLOCK
 
 @triton.jit
 def _pseudo_inverse_forward(
-    query_landmarks, key_landmarks, inverse, workspace, iterates, scale, M, D, H,
+    query_landmarks, key_landmarks, seen, inverse, landmark_values, workspace, iterates, scale, M, D, H,
     mask, positions, sizes, exists, exact, longest,
     MASKED: tl.constexpr, ITERATIONS: tl.constexpr, ON_CHIP: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -119,7 +126,19 @@ def _pseudo_inverse_forward(
     if MASKED:
         # Every token is its own landmark: A⁺ B selects the tokens, and B does so by itself.
         z = tl.where(is_exact, tl.where(index[None, :] < count, diagonal, 0.0), z)
-    store_tile(inverse + program * M * M, index, M, inside, z, M, BLOCK_M)
+    if not KEEP:
+        store_tile(inverse + program * M * M, index, M, inside, z, M, BLOCK_M)
+        seen += program * M * D
+        if ON_CHIP:
+            out = dot(z, load_tile(seen, index, D, inside, D, BLOCK_D))
+        else:
+            _put(z_place, z, BLOCK_M)
+            out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for start in range(0, BLOCK_M, 16):
+                strip = start + tl.arange(0, 16)
+                left = tl.load(z_place + index[:, None] * BLOCK_M + strip[None, :])
+                out += dot(left, load_tile(seen, strip, D, strip < M, D, BLOCK_D))
+        store_tile(landmark_values + program * M * D, index, D, inside, out, D, BLOCK_D)
 
 
 @triton.jit
@@ -214,68 +233,61 @@ def _workspace(landmarks: Tensor, matrices: int) -> Tensor:
     return landmarks.new_empty(batch * heads, matrices, tile(count), tile(count), dtype=torch.float32)
 
 
-def run_forward(
-    query_landmarks: Tensor, key_landmarks: Tensor, iterations: int, rows: Rows | None, keep: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """As `pseudo_inverse`, of contiguous landmarks; and the iterates before each step, as `_workspace`, if kept."""
+def _launch_forward(
+    query_landmarks: Tensor,
+    key_landmarks: Tensor,
+    seen: Tensor | None,
+    inverse: Tensor | None,
+    landmark_values: Tensor | None,
+    iterates: Tensor | None,
+    iterations: int,
+    rows: Rows | None,
+) -> None:
     batch, heads, count, dim = query_landmarks.shape
-    inverse = query_landmarks.new_empty(batch, heads, count, count, dtype=torch.float32)
-    on_chip = count <= ON_CHIP_LANDMARKS and not keep
+    on_chip = count <= ON_CHIP_LANDMARKS and iterates is None
     workspace = None if on_chip else _workspace(query_landmarks, 4)
-    iterates = _workspace(query_landmarks, iterations) if keep else None
-    with on_device(inverse):
+    with on_device(query_landmarks):
         _pseudo_inverse_forward[(batch * heads,)](
-            query_landmarks, key_landmarks, inverse, workspace, iterates, dim**-0.5, count, dim, heads,
-            **row_arguments(rows), **_sizes(count, dim, iterations), ON_CHIP=on_chip, KEEP=keep,
+            query_landmarks, key_landmarks, seen, inverse, landmark_values, workspace, iterates,
+            dim**-0.5, count, dim, heads,
+            **row_arguments(rows), **_sizes(count, dim, iterations), ON_CHIP=on_chip, KEEP=iterates is not None,
         )  # fmt: skip
-    return inverse, iterates
 
 
-def run_backward(
-    query_landmarks: Tensor, key_landmarks: Tensor, inverse_grad: Tensor, iterations: int, rows: Rows | None
+def run_forward(
+    query_landmarks: Tensor, key_landmarks: Tensor, seen: Tensor, iterations: int = 6, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the landmarks, (B, H, M, D)."""
-    batch, heads, count, dim = query_landmarks.shape
-    iterates = run_forward(query_landmarks, key_landmarks, iterations, rows, keep=True)[1]
-    workspace = _workspace(query_landmarks, 8)
-    query_grad, key_grad = torch.empty_like(query_landmarks), torch.empty_like(key_landmarks)
-    with on_device(query_grad):
-        _pseudo_inverse_backward[(batch * heads,)](
-            query_landmarks, key_landmarks, inverse_grad.contiguous(), workspace, iterates, query_grad, key_grad,
-            dim**-0.5, count, dim, heads, **row_arguments(rows), **_sizes(count, dim, iterations),
-        )  # fmt: skip
-    return query_grad, key_grad
-
-
-class _PseudoInverse(torch.autograd.Function):
-    @staticmethod
-    def forward(query_landmarks: Tensor, key_landmarks: Tensor, iterations: int, rows: Rows | None) -> Tensor:
-        return run_forward(query_landmarks, key_landmarks, iterations, rows)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        query_landmarks, key_landmarks, ctx.iterations, ctx.rows = inputs
-        ctx.save_for_backward(query_landmarks, key_landmarks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, inverse_grad: Tensor) -> tuple[Any, ...]:
-        query_landmarks, key_landmarks = ctx.saved_tensors
-        gradients = run_backward(query_landmarks, key_landmarks, inverse_grad, ctx.iterations, ctx.rows)
-        return *gradients, None, None
-
-
-def pseudo_inverse(
-    query_landmarks: Tensor, key_landmarks: Tensor, iterations: int = 6, rows: Rows | None = None
-) -> Tensor:
-    """A⁺ of A = softmax(q~ k~ᵀ / √D), each matrix from its own norms, as `iterative_pinv`; differentiable once.
+    """A⁺ of A = softmax(q~ k~ᵀ / √D), each matrix from its own norms, as `iterative_pinv`; and A⁺ times what was seen.
 
     Args:
-        query_landmarks, key_landmarks: (B, H, M, D), M and D at most 128.
+        query_landmarks, key_landmarks: (B, H, M, D), contiguous, M and D at most 128. seen: the same, float32.
         iterations: number of steps.
         rows: the ragged batch; None where every token is valid.
 
-    Returns: (B, H, M, M) float32, zero for landmarks that do not exist. Where every token of a row is its own landmark
-    it is the identity, not A⁺: there `landmark_attention` gives the values to be had.
+    Returns: (B, H, M, M) float32, zero for landmarks that do not exist; and (B, H, M, D), in the dtype of the
+    landmarks. Where every token of a row is its own landmark, the matrix is the identity, not A⁺: there
+    `landmark_attention` gives the values to be had.
     """
-    return _PseudoInverse.apply(query_landmarks.contiguous(), key_landmarks.contiguous(), iterations, rows)
+    batch, heads, count, _ = query_landmarks.shape
+    inverse = query_landmarks.new_empty(batch, heads, count, count, dtype=torch.float32)
+    landmark_values = torch.empty_like(query_landmarks)
+    _launch_forward(query_landmarks, key_landmarks, seen, inverse, landmark_values, None, iterations, rows)
+    return inverse, landmark_values
+
+
+def run_backward(
+    query_landmarks: Tensor, key_landmarks: Tensor, inverse_grad: Tensor, iterations: int, rows: Rows | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the landmarks, (B, H, M, D) float32, from that of A⁺, contiguous."""
+    batch, heads, count, dim = query_landmarks.shape
+    iterates = _workspace(query_landmarks, iterations)
+    _launch_forward(query_landmarks, key_landmarks, None, None, None, iterates, iterations, rows)
+    workspace = _workspace(query_landmarks, 8)
+    query_grad = torch.empty_like(query_landmarks, dtype=torch.float32)
+    key_grad = torch.empty_like(query_grad)
+    with on_device(query_grad):
+        _pseudo_inverse_backward[(batch * heads,)](
+            query_landmarks, key_landmarks, inverse_grad, workspace, iterates, query_grad, key_grad,
+            dim**-0.5, count, dim, heads, **row_arguments(rows), **_sizes(count, dim, iterations),
+        )  # fmt: skip
+    return query_grad, key_grad

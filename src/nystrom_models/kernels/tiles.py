@@ -22,9 +22,6 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # 2**x is an instruction, e**x is not.
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Programs that a device can run at once, where there is none to ask.
-_PROGRAMS_INTERPRETED = 16
-
 
 class Rows(NamedTuple):
     """A ragged batch as the kernels read it; bool tensors as uint8.
@@ -86,28 +83,19 @@ def new_states(like: Tensor, length: int, zeros: bool = False) -> Tensor:
     return make(batch, length, heads, dim, dtype=like.dtype, device=like.device).transpose(1, 2)
 
 
-def split_count(blocks: int, programs: int, device: torch.device) -> int:
-    """Into how many parts, of whole blocks, the tokens of each of `programs` programs are split to fill the device."""
-    if device.type == "cuda":
-        wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-    else:
-        wanted = _PROGRAMS_INTERPRETED
-    return max(1, min(blocks, triton.cdiv(wanted, programs)))
-
-
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 @triton.jit
-def dot(a, b):
-    """a b, summed in float32: half precision by tensor cores, float32 as such, not rounded to TF32."""
+def dot(a, b, precision: tl.constexpr = "ieee"):
+    """a b, summed in float32: half precision by tensor cores, float32 as such and not rounded to TF32, or as told."""
     if INTERPRETED:
         # The interpreter holds bfloat16 as integers, and would multiply those.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision=precision)
 
 
 @triton.jit
@@ -118,12 +106,45 @@ def landmark_count(exists, row, M, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def valid_extent(positions, sizes, row, count, M, longest):
-    """The first valid token of a row, and the one after the last; 0 and 0 without any."""
-    last = row * M + tl.maximum(count - 1, 0)
-    first = tl.load(positions + row * M * longest).to(tl.int32)
-    stop = tl.load(positions + last * longest + tl.load(sizes + last) - 1).to(tl.int32) + 1
-    return tl.where(count > 0, first, 0), tl.where(count > 0, stop, 0)
+def segments_of_row(
+    positions, sizes, exists, row, N, M, longest, MASKED: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """The segments of a row's landmarks: the first token, the one after the last, and how many; 0 where there is none.
+
+    The valid tokens between the first and the last are those of the segment.
+    """
+    landmarks = tl.arange(0, BLOCK_M)
+    if MASKED:
+        place = row * M + landmarks
+        there = tl.load(exists + place, mask=landmarks < M, other=0) != 0
+        size = tl.load(sizes + place, mask=there, other=0).to(tl.int32)
+        first = tl.load(positions + place * longest, mask=there, other=0).to(tl.int32)
+        stop = tl.load(positions + place * longest + size - 1, mask=there, other=-1).to(tl.int32) + 1
+        return first, stop, size
+    else:
+        short = N // M
+        small = (short + 1) * M - N
+        size = tl.where(landmarks < M, short + (landmarks >= small).to(tl.int32), 0)
+        first = landmarks * short + tl.maximum(landmarks - small, 0)
+        return first, first + size, size
+
+
+@triton.jit
+def stretch(
+    positions, sizes, exists, row, N, M, longest, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The tokens of this program: one part of those from the first valid token of the row to the last."""
+    first = 0
+    stop = N
+    if MASKED:
+        count = landmark_count(exists, row, M, BLOCK_M)
+        last = row * M + tl.maximum(count - 1, 0)
+        first = tl.load(positions + row * M * longest).to(tl.int32)
+        stop = tl.load(positions + last * longest + tl.load(sizes + last) - 1).to(tl.int32) + 1
+        stop = tl.where(count > 0, stop, first)
+    size = tl.cdiv(stop - first, tl.num_programs(0) * BLOCK_N) * BLOCK_N
+    start = first + tl.program_id(0) * size
+    return start, tl.minimum(start + size, stop)
 
 
 @triton.jit
