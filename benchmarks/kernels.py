@@ -14,7 +14,7 @@ from benchmarks.exact import split_heads
 from benchmarks.measure import GRADIENT_FACTOR, TOLERANCES, deviation, gradient_like, prepare_inputs, seconds_a_call
 from benchmarks.registry import WORKLOADS, Setting
 
-BLOCKS, WARPS, STAGES, PROGRAMS = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4), (2, 4, 8, 16)
+BLOCKS, WARPS, STAGES, RESIDENT = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4), (1, 2, 3, 4, 6)
 SAMPLES, SAMPLE_SECONDS = 5, 0.01
 
 
@@ -92,7 +92,7 @@ def launched(kernel: str, place: int, launch: Any) -> Iterator[None]:
 
 
 def sweep(kernel: str, call: Callable[[], Any], place: int, setting: Setting) -> dict[Any, float]:
-    """Seconds a call by `Launch`, of those that fit: first by block, warps and stages, then by programs of the best.
+    """Seconds a call by `Launch`, of those that fit: first by block, warps and stages, then by parts of the best.
 
     One whose first result differs from that of the launch in use is left out.
     """
@@ -116,9 +116,9 @@ def sweep(kernel: str, call: Callable[[], Any], place: int, setting: Setting) ->
 
     measure(current)
     for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
-        measure(Launch(block, warps, stages, current.programs))
-    for programs in PROGRAMS:
-        measure(min(found, key=found.__getitem__)._replace(programs=programs))
+        measure(Launch(block, warps, stages, current.resident))
+    for resident in RESIDENT:
+        measure(min(found, key=found.__getitem__)._replace(resident=resident))
     return found
 
 
@@ -128,7 +128,7 @@ def table(setting: Setting, ceilings: dict[str, float], with_sweep: bool, report
 
     place = launch_place(setting.dtype, setting.num_landmarks, setting.head_dim)
     sequence = setting.batch_size * setting.length * setting.hidden_size * setting.dtype.itemsize
-    heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, programs"]
+    heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, resident"]
     lines = [heading + ["fastest found", "us"] * with_sweep]
     for name, kernel in prepare(setting).items():
         report(f"kernels n={setting.length}: {name}")

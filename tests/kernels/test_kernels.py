@@ -109,6 +109,15 @@ def means_of_segments(tensor, tokens_of_rows):
     return means
 
 
+def test_parts_fill_a_device():
+    from nystrom_models.kernels.launch import count_parts
+
+    # 96 heads of 128 blocks each on 264 places: two rounds of 240, not one of 192 or three with a third nearly empty.
+    assert count_parts(128, 96, 264) == 5
+    assert count_parts(8, 1536, 264) == 1  # there is enough to do for all
+    assert count_parts(3, 1, 264) == 3  # no more parts than blocks
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
 @pytest.mark.parametrize("length", [5, 6, 61], ids=lambda length: f"length{length}")
 def test_landmarks_are_means_of_segments(length, masked):

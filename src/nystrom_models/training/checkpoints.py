@@ -45,8 +45,11 @@ class CheckpointArguments:
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
