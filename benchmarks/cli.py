@@ -27,6 +27,7 @@ from benchmarks.registry import WORKLOADS, Setting
 
 SCHEMA_VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SIZES = [field for field in dataclasses.fields(Setting) if field.type is int and field.name != "length"]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     alone = commands.add_parser("kernels", help="time the Triton kernels one by one (GPU), and ways to launch them")
     alone.add_argument("--sweep", action="store_true", help="also find the fastest way to launch each (minutes)")
     add_sizes(alone)
-    alone.set_defaults(device="cuda", dtype="bfloat16", repeats=1)
+    alone.set_defaults(device="cuda", dtype="bfloat16")
 
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
@@ -78,18 +79,13 @@ def add_sizes(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokens", type=int, help="as many rows a batch as make so many tokens, at least one (default: --batch_size)"
     )
-    for field in dataclasses.fields(Setting):
-        if field.type is int and field.name != "length":
-            command.add_argument(f"--{field.name}", type=int, default=field.default, help=f"default: {field.default}")
+    for field in SIZES:
+        command.add_argument(f"--{field.name}", type=int, default=field.default, help=f"default: {field.default}")
 
 
 def settings(arguments: argparse.Namespace, **conditions: bool) -> Iterator[Setting]:
     """One a length."""
-    sizes = {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(Setting)
-        if field.type is int and field.name != "length"
-    }
+    sizes = {field.name: getattr(arguments, field.name) for field in SIZES}
     for length in arguments.lengths:
         if arguments.tokens:
             sizes["batch_size"] = max(1, arguments.tokens // length)
@@ -118,7 +114,9 @@ def selected_workloads(parser: argparse.ArgumentParser, arguments: argparse.Name
 
 
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    for name in ("repeats", "batch_size", "num_heads", "head_dim", "num_landmarks", "projected_dim", "num_layers"):
+    if arguments.command == "run" and arguments.repeats < 1:
+        parser.error("argument --repeats: must be at least 1")
+    for name in ("batch_size", "num_heads", "head_dim", "num_landmarks", "projected_dim", "num_layers"):
         if getattr(arguments, name) < 1:
             parser.error(f"argument --{name}: must be at least 1")
     if arguments.tokens is not None and arguments.tokens < 1:

@@ -4,6 +4,7 @@ to launch it is faster."""
 
 import contextlib
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,11 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from benchmarks.exact import split_heads
-from benchmarks.measure import GRADIENT_FACTOR, TOLERANCES, deviation, gradient_like, prepare_inputs, seconds_a_call
+from benchmarks.measure import GRADIENT_FACTOR, TOLERANCES, deviation, gradient_like, interleave, prepare_inputs
 from benchmarks.registry import WORKLOADS, Setting
 
 BLOCKS, WARPS, STAGES, RESIDENT = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4), (1, 2, 3, 4, 6)
-SAMPLES, SAMPLE_SECONDS = 5, 0.01
+SAMPLES = 5
 
 
 class Kernel(NamedTuple):
@@ -73,10 +74,9 @@ def prepare(setting: Setting) -> dict[str, Kernel]:
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
-    """Median of a few samples, each of about `SAMPLE_SECONDS`, after calls that compile and warm up."""
-    call()
-    calls = max(1, min(100, round(SAMPLE_SECONDS / seconds_a_call(call, 3, device))))
-    return statistics.median(seconds_a_call(call, calls, device) for _ in range(SAMPLES))
+    """Median of a few samples, after calls that compile and warm up."""
+    samples = interleave({"": call}, repeats=SAMPLES, max_seconds=math.inf, device=device)[""]
+    return statistics.median(sample for sample in samples if sample is not None)
 
 
 @contextlib.contextmanager

@@ -98,23 +98,11 @@ class Attention(torch.autograd.Function):
     """`run_forward`'s context, differentiable once."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        conv_weight: Tensor | None,
-        seed: Tensor | None,
-        rows: Rows | None,
-        num_landmarks: int,
-        pinv_iterations: int,
-        dropout_p: float,
-    ) -> Tensor:
-        context, *saved = run_forward(
-            query, key, value, conv_weight, seed, rows, num_landmarks, pinv_iterations, dropout_p
-        )
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """inputs: those of `run_forward`."""
+        context, *saved = run_forward(*inputs)
+        query, key, value, conv_weight, seed, ctx.rows, _, ctx.pinv_iterations, ctx.dropout_p = inputs
         ctx.save_for_backward(query, key, value, conv_weight, seed, *saved)
-        ctx.rows, ctx.pinv_iterations, ctx.dropout_p = rows, pinv_iterations, dropout_p
         return context
 
     @staticmethod

@@ -16,11 +16,12 @@ from .tiles import (
     LOG2_E,
     Rows,
     dot,
+    find_segments,
+    landmark_count,
     load_tile,
     new_states,
     on_device,
     row_arguments,
-    segments_of_row,
     store_tile,
     stretch,
     strides,
@@ -59,8 +60,9 @@ def _landmark_attention_forward(
     value += row * value_b + program % H * value_h
     landmarks = tl.arange(0, BLOCK_M)
     q = load_tile(query_landmarks + program * M * D, landmarks, D, landmarks < M, D, BLOCK_D)
-    start, stop = stretch(positions, sizes, exists, row, N, M, longest, MASKED, BLOCK_M, BLOCK_N)
-    segment, segment_stop, _ = segments_of_row(positions, sizes, exists, row, N, M, longest, MASKED, BLOCK_M)
+    count = landmark_count(exists, row, M, MASKED, BLOCK_M)
+    start, stop = stretch(positions, sizes, count, row, N, M, longest, MASKED, BLOCK_N)
+    segment, segment_stop, _ = find_segments(positions, sizes, exists, row, landmarks, N, M, longest, MASKED)
     is_exact = False
     if MASKED:
         is_exact = tl.load(exact + row) != 0
@@ -115,7 +117,7 @@ def _merge(
         sums += load_tile(partial_sums + place, landmarks, D, inside, D, BLOCK_D)
         total += share
     merged = merged / tl.where(total > 0, total, 1.0)[:, None]
-    _, _, size = segments_of_row(positions, sizes, exists, program // H, N, M, longest, MASKED, BLOCK_M)
+    _, _, size = find_segments(positions, sizes, exists, program // H, landmarks, N, M, longest, MASKED)
     means = sums / tl.maximum(size, 1).to(tl.float32)[:, None]
     store_tile(context + program * M * D, landmarks, D, inside, merged, D, BLOCK_D)
     store_tile(key_landmarks + program * M * D, landmarks, D, inside, means, D, BLOCK_D)
@@ -144,8 +146,9 @@ def _landmark_attention_backward(
     mean_grad = tl.sum(g * seen, axis=1)
     g = g.to(q.dtype)
     log_total = tl.load(lse + program * M + landmarks, mask=inside, other=0.0)
-    start, stop = stretch(positions, sizes, exists, row, N, M, longest, MASKED, BLOCK_M, BLOCK_N)
-    segment, segment_stop, size = segments_of_row(positions, sizes, exists, row, N, M, longest, MASKED, BLOCK_M)
+    count = landmark_count(exists, row, M, MASKED, BLOCK_M)
+    start, stop = stretch(positions, sizes, count, row, N, M, longest, MASKED, BLOCK_N)
+    segment, segment_stop, size = find_segments(positions, sizes, exists, row, landmarks, N, M, longest, MASKED)
     is_exact = False
     if MASKED:
         is_exact = tl.load(exact + row) != 0

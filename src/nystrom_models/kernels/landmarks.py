@@ -11,30 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import Rows, load_tile, on_device, row_arguments, store_tile, strides, tile
-
-
-@triton.jit
-def _segment(
-    positions, sizes, exists, row, segment, N, M, longest, MASKED: tl.constexpr
-):  # fmt: skip
-    """How many tokens a segment has, and where the first of them stands or, if MASKED, is listed."""
-    if MASKED:
-        place = row * M + segment
-        size = tl.load(sizes + place).to(tl.int32)
-        return tl.where(tl.load(exists + place) != 0, size, 0), place * longest
-    else:
-        size = N // M
-        small = (size + 1) * M - N
-        return size + (segment >= small).to(tl.int32), segment * size + tl.maximum(segment - small, 0)
-
-
-@triton.jit
-def _tokens(positions, start, rank, inside, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(positions + start + rank, mask=inside, other=0)
-    else:
-        return start + rank
+from .tiles import (
+    Rows,
+    find_segments,
+    load_tile,
+    on_device,
+    row_arguments,
+    store_tile,
+    strides,
+    tile,
+    valid_tokens,
+)
 
 
 @triton.jit
@@ -47,12 +34,12 @@ def _landmarks_forward(
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     query += row * query_b + program % H * query_h
-    size, first = _segment(positions, sizes, exists, row, segment, N, M, longest, MASKED)
+    first, stop, size = find_segments(positions, sizes, exists, row, segment, N, M, longest, MASKED)
     total = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, size, BLOCK_S):
-        rank = start + tl.arange(0, BLOCK_S)
-        tokens = _tokens(positions, first, rank, rank < size, MASKED)
-        total += tl.sum(load_tile(query, tokens, query_n, rank < size, D, BLOCK_D).to(tl.float32), axis=0)
+    for start in range(first, stop, BLOCK_S):
+        tokens = start + tl.arange(0, BLOCK_S)
+        valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
+        total += tl.sum(load_tile(query, tokens, query_n, valid, D, BLOCK_D).to(tl.float32), axis=0)
     channels = tl.arange(0, BLOCK_D)
     mean = total / tl.maximum(size, 1).to(tl.float32)
     place = query_landmarks + (program * M + segment) * D + channels
@@ -69,15 +56,15 @@ def _landmarks_backward(
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     query_grad += row * grad_b + program % H * grad_h
-    size, first = _segment(positions, sizes, exists, row, segment, N, M, longest, MASKED)
+    first, stop, size = find_segments(positions, sizes, exists, row, segment, N, M, longest, MASKED)
     channels = tl.arange(0, BLOCK_D)
     place = query_landmarks_grad + (program * M + segment) * D + channels
     share = tl.load(place, mask=channels < D, other=0.0) / tl.maximum(size, 1).to(tl.float32)
-    for start in range(0, size, BLOCK_S):
-        rank = start + tl.arange(0, BLOCK_S)
-        tokens = _tokens(positions, first, rank, rank < size, MASKED)
-        grad = load_tile(query_grad, tokens, grad_n, rank < size, D, BLOCK_D).to(tl.float32)
-        store_tile(query_grad, tokens, grad_n, rank < size, grad + share[None, :], D, BLOCK_D)
+    for start in range(first, stop, BLOCK_S):
+        tokens = start + tl.arange(0, BLOCK_S)
+        valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
+        grad = load_tile(query_grad, tokens, grad_n, valid, D, BLOCK_D).to(tl.float32)
+        store_tile(query_grad, tokens, grad_n, valid, grad + share[None, :], D, BLOCK_D)
 
 
 def _sizes(length: int, num_landmarks: int, dim: int, rows: Rows | None) -> dict[str, Any]:

@@ -92,10 +92,9 @@ def _pseudo_inverse_forward(
     q = load_tile(query_landmarks + program * M * D, index, D, inside, D, BLOCK_D)
     k = load_tile(key_landmarks + program * M * D, index, D, inside, D, BLOCK_D)
     diagonal = (index[:, None] == index[None, :]).to(tl.float32)
-    count = M
+    count = landmark_count(exists, program // H, M, MASKED, BLOCK_M)
     steps = ITERATIONS
     if MASKED:
-        count = landmark_count(exists, program // H, M, BLOCK_M)
         is_exact = tl.load(exact + program // H) != 0
         steps = tl.where(is_exact, 0, ITERATIONS)
     a = _softmax_of_landmarks(q, k, count, scale, BLOCK_M)
@@ -154,10 +153,9 @@ def _pseudo_inverse_backward(
     k = load_tile(key_landmarks + program * M * D, index, D, inside, D, BLOCK_D)
     g = load_tile(inverse_grad + program * M * M, index, M, inside, M, BLOCK_M)
     diagonal = (index[:, None] == index[None, :]).to(tl.float32)
-    count = M
+    count = landmark_count(exists, program // H, M, MASKED, BLOCK_M)
     steps = ITERATIONS
     if MASKED:
-        count = landmark_count(exists, program // H, M, BLOCK_M)
         is_exact = tl.load(exact + program // H) != 0
         steps = tl.where(is_exact, 0, ITERATIONS)
         g = tl.where(is_exact, 0.0, g)

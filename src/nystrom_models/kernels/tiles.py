@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels share: the rows of a ragged batch, matrix products, the convolution's, and how they are launched.
+"""What the kernels share: the rows of a ragged batch, matrix products, loads and stores.
 
 Legend: B batch, H heads, N tokens, M landmarks, S tokens of the longest segment, D head size. BLOCK_* are the sizes of
 tiles, powers of two and at least 16, beyond which loads give zeros. A program is one (row of the batch, head), or a
@@ -99,21 +99,21 @@ def dot(a, b, precision: tl.constexpr = "ieee"):
 
 
 @triton.jit
-def landmark_count(exists, row, M, BLOCK_M: tl.constexpr):
+def landmark_count(exists, row, M, MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
     """m = min(M, L): the landmarks that exist are the first of a row."""
-    landmarks = tl.arange(0, BLOCK_M)
-    return tl.sum(tl.load(exists + row * M + landmarks, mask=landmarks < M, other=0).to(tl.int32), axis=0)
+    if MASKED:
+        landmarks = tl.arange(0, BLOCK_M)
+        return tl.sum(tl.load(exists + row * M + landmarks, mask=landmarks < M, other=0).to(tl.int32), axis=0)
+    else:
+        return M
 
 
 @triton.jit
-def segments_of_row(
-    positions, sizes, exists, row, N, M, longest, MASKED: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """The segments of a row's landmarks: the first token, the one after the last, and how many; 0 where there is none.
+def find_segments(positions, sizes, exists, row, landmarks, N, M, longest, MASKED: tl.constexpr):
+    """The segments of one or many of a row's landmarks: the first token, the one after the last, and how many.
 
-    The valid tokens between the first and the last are those of the segment.
+    The valid tokens between the first and the last are those of the segment. All are 0 where there is none.
     """
-    landmarks = tl.arange(0, BLOCK_M)
     if MASKED:
         place = row * M + landmarks
         there = tl.load(exists + place, mask=landmarks < M, other=0) != 0
@@ -130,14 +130,11 @@ def segments_of_row(
 
 
 @triton.jit
-def stretch(
-    positions, sizes, exists, row, N, M, longest, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def stretch(positions, sizes, count, row, N, M, longest, MASKED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The tokens of this program: one part of those from the first valid token of the row to the last."""
     first = 0
     stop = N
     if MASKED:
-        count = landmark_count(exists, row, M, BLOCK_M)
         last = row * M + tl.maximum(count - 1, 0)
         first = tl.load(positions + row * M * longest).to(tl.int32)
         stop = tl.load(positions + last * longest + tl.load(sizes + last) - 1).to(tl.int32) + 1

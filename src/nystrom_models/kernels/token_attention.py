@@ -65,6 +65,12 @@ def _band(taps, start, TAPS: tl.constexpr, REVERSED: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
+def _load_window(states, window, stride, mask, row, N, D, MASKED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(len(window), BLOCK_D) of states (N, D) at these tokens, zero where there is none or none that is valid."""
+    return load_tile(states, window, stride, valid_tokens(mask, row, window, N, N, MASKED), D, BLOCK_D)
+
+
+@triton.jit
 def _token_attention_forward(
     query, query_b, query_h, query_n, key_landmarks, landmark_values, value, value_b, value_h, value_n, taps,
     context, context_b, context_h, context_n, seed, dropout_p,
@@ -78,18 +84,16 @@ def _token_attention_forward(
     query += row * query_b + program % H * query_h
     context += row * context_b + program % H * context_h
     landmarks = tl.arange(0, BLOCK_M)
-    count = M
-    if MASKED:
-        count = landmark_count(exists, row, M, BLOCK_M)
     k = load_tile(key_landmarks + program * M * D, landmarks, D, landmarks < M, D, BLOCK_D)
     w = load_tile(landmark_values + program * M * D, landmarks, D, landmarks < M, D, BLOCK_D)
+    count = landmark_count(exists, row, M, MASKED, BLOCK_M)
     if TAPS > 0:
         value += row * value_b + program % H * value_h
         taps += program % H * TAPS
     if HOLD:
         band = _band(taps, 0, TAPS, False, BLOCK_N)
         next_band = _band(taps, BLOCK_N, TAPS, False, BLOCK_N)
-    start, stop = stretch(positions, sizes, exists, row, N, M, longest, MASKED, BLOCK_M, BLOCK_N)
+    start, stop = stretch(positions, sizes, count, row, N, M, longest, MASKED, BLOCK_N)
     for block in range(start, stop, BLOCK_N):
         tokens = block + tl.arange(0, BLOCK_N)
         valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
@@ -100,15 +104,13 @@ def _token_attention_forward(
         out = dot(weights.to(w.dtype), w)
         if HOLD:
             window = tokens - TAPS // 2
-            x = load_tile(value, window, value_n, valid_tokens(mask, row, window, N, N, MASKED), D, BLOCK_D)
-            out += dot(band, x)
+            out += dot(band, _load_window(value, window, value_n, mask, row, N, D, MASKED, BLOCK_D))
             window += BLOCK_N
-            x = load_tile(value, window, value_n, valid_tokens(mask, row, window, N, N, MASKED), D, BLOCK_D)
-            out += dot(next_band, x)
+            out += dot(next_band, _load_window(value, window, value_n, mask, row, N, D, MASKED, BLOCK_D))
         elif TAPS > 0:
             for place in range(0, BLOCK_N + TAPS - 1, BLOCK_N):
                 window = tokens - TAPS // 2 + place
-                x = load_tile(value, window, value_n, valid_tokens(mask, row, window, N, N, MASKED), D, BLOCK_D)
+                x = _load_window(value, window, value_n, mask, row, N, D, MASKED, BLOCK_D)
                 out += dot(_band(taps, place, TAPS, False, BLOCK_N), x)
         store_tile(context, tokens, context_n, tokens < stop, tl.where(valid[:, None], out, 0.0), D, BLOCK_D)
 
@@ -128,14 +130,12 @@ def _token_attention_backward(
     context_grad += row * context_b + program % H * context_h
     query_grad += row * grad_b + program % H * grad_h
     landmarks = tl.arange(0, BLOCK_M)
-    count = M
-    if MASKED:
-        count = landmark_count(exists, row, M, BLOCK_M)
     k = load_tile(key_landmarks + program * M * D, landmarks, D, landmarks < M, D, BLOCK_D)
     w = load_tile(landmark_values + program * M * D, landmarks, D, landmarks < M, D, BLOCK_D)
+    count = landmark_count(exists, row, M, MASKED, BLOCK_M)
     k_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     w_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start, stop = stretch(positions, sizes, exists, row, N, M, longest, MASKED, BLOCK_M, BLOCK_N)
+    start, stop = stretch(positions, sizes, count, row, N, M, longest, MASKED, BLOCK_N)
     for block in range(start, stop, BLOCK_N):
         tokens = block + tl.arange(0, BLOCK_N)
         valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
@@ -178,14 +178,15 @@ def _convolution_backward(
     next_band = _band(taps, BLOCK_N, TAPS, True, BLOCK_N)
     product = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     next_product = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
-    start, stop = stretch(positions, sizes, exists, row, N, M, longest, MASKED, BLOCK_M, BLOCK_N)
+    count = landmark_count(exists, row, M, MASKED, BLOCK_M)
+    start, stop = stretch(positions, sizes, count, row, N, M, longest, MASKED, BLOCK_N)
     for block in range(start, stop, BLOCK_N):
         tokens = block + tl.arange(0, BLOCK_N)
         valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
         window = tokens - TAPS // 2
-        g = load_tile(context_grad, window, context_n, valid_tokens(mask, row, window, N, N, MASKED), D, BLOCK_D)
+        g = _load_window(context_grad, window, context_n, mask, row, N, D, MASKED, BLOCK_D)
         window += BLOCK_N
-        next_g = load_tile(context_grad, window, context_n, valid_tokens(mask, row, window, N, N, MASKED), D, BLOCK_D)
+        next_g = _load_window(context_grad, window, context_n, mask, row, N, D, MASKED, BLOCK_D)
         out = tl.where(valid[:, None], dot(band, g) + dot(next_band, next_g), 0.0)
         store_tile(value_grad, tokens, grad_n, tokens < stop, out, D, BLOCK_D)
         if OF_TAPS:
@@ -198,10 +199,6 @@ def _convolution_backward(
         products += place[:, None] * BLOCK_N + place[None, :]
         tl.store(products, product)
         tl.store(products + BLOCK_N * BLOCK_N, next_product)
-
-
-def _taps(conv_weight: Tensor | None) -> int:
-    return 0 if conv_weight is None else conv_weight.shape[2]
 
 
 def run_forward(
@@ -227,7 +224,7 @@ def run_forward(
     """
     batch, heads, length, dim = query.shape
     count = key_landmarks.shape[2]
-    taps = _taps(conv_weight)
+    taps = 0 if conv_weight is None else conv_weight.shape[2]
     # In float32 the registers cannot hold the bands.
     hold = taps > 0 and query.dtype != torch.float32
     parts, sizes = plan_launch("token_attention", query, count, taps if hold else 0)
@@ -290,7 +287,7 @@ def run_convolution_backward(
         context_grad: (B, H, N, D), with unit stride. What it holds at invalid tokens is ignored.
     """
     batch, heads, length, dim = value.shape
-    taps = _taps(conv_weight)
+    taps = conv_weight.shape[2]
     parts, sizes = plan_launch("convolution_backward", value, num_landmarks, taps)
     size = sizes["BLOCK_N"]
     value_grad = new_states(value, length, zeros=rows is not None)

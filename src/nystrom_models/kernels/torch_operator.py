@@ -130,14 +130,7 @@ def nystrom_attention(
     conv_weight: Tensor | None,
     seed: Tensor | None,
     rows: Rows | None,
-    num_landmarks: int,
-    pinv_iterations: int,
-    dropout_p: float,
+    *options: Any,
 ) -> Tensor:
-    """As `kernels.nystrom_attention`, of tensors of one dtype; differentiable once.
-
-    Args:
-        seed: see `token_attention`. rows: the ragged batch; None where every token is valid.
-    """
-    of_rows = [] if rows is None else list(rows)
-    return _forward(query, key, value, conv_weight, seed, of_rows, num_landmarks, pinv_iterations, dropout_p)[0]
+    """The context of `attention.run_forward`, with its arguments, differentiable once."""
+    return _forward(query, key, value, conv_weight, seed, [] if rows is None else list(rows), *options)[0]

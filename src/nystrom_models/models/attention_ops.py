@@ -8,6 +8,7 @@ from 0, among the valid tokens of its row.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -226,30 +227,29 @@ def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
     products has the wanted sums along its diagonals.
     """
     size, reach = max(16, taps - 1), taps // 2
+    multiply = _multiply_in_graph if is_tracing() else _multiply_in_place
     with torch.autocast("cpu", enabled=False):
-        if is_tracing():
-            products = _products_of_blocks(gradient, value, size, reach)
-        else:
-            batch, heads, length, _ = value.shape
-            products = value.new_zeros(heads, size, size + 2 * reach, dtype=torch.float32)
-            for row in range(batch):
-                for start in range(0, length, size):
-                    first, stop, last = (
-                        max(start - reach, 0),
-                        min(start + size, length),
-                        min(start + size + reach, length),
-                    )
-                    seen = slice(first - start + reach, last - start + reach)
-                    products[:, : stop - start, seen].baddbmm_(
-                        gradient[row, :, start:stop].float(), value[row, :, first:last].float().mT
-                    )
+        products = multiply(gradient, value, size, reach)
     # Rows one longer than the distance of the diagonal's elements put each diagonal into a column.
     skewed = F.pad(F.pad(products, (0, 1)).flatten(1), (0, size)).unflatten(1, (size, size + taps + 1))
     return skewed[..., :taps].sum(dim=1)[:, None, :, None]
 
 
-def _products_of_blocks(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
-    """The sum of products in `_correlate`, (H, S, S + 2 reach), for graphs: no loop over the length, but copies."""
+def _multiply_in_place(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
+    """The sum of products in `_correlate`, (H, S, S + 2 reach), of blocks as they lie."""
+    batch, heads, length, _ = value.shape
+    products = value.new_zeros(heads, size, size + 2 * reach, dtype=torch.float32)
+    for row, start in itertools.product(range(batch), range(0, length, size)):
+        stop, first = min(start + size, length), max(start - reach, 0)
+        last = min(start + size + reach, length)
+        seen = slice(first - start + reach, last - start + reach)
+        block, window = gradient[row, :, start:stop], value[row, :, first:last]
+        products[:, : stop - start, seen].baddbmm_(block.float(), window.float().mT)
+    return products
+
+
+def _multiply_in_graph(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
+    """The same for graphs: no loop over the length, but copies."""
     beyond = -value.shape[2] % size
     blocks = F.pad(gradient.float(), (0, 0, 0, beyond)).unflatten(2, (-1, size))
     windows = F.pad(value.float(), (0, 0, reach, reach + beyond)).unfold(2, size + 2 * reach, size)
