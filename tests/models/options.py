@@ -21,6 +21,7 @@ NYSTROM = {
     "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65},
     "one_landmark": {"num_landmarks": 1, "conv_kernel_size": 3},
     "softmax": {"num_landmarks": None, "conv_kernel_size": None},
+    "pre_norm": {"num_landmarks": 16, "conv_kernel_size": 5, "layer_norm_position": "pre"},
 }
 LINFORMER = {
     "layerwise": {},
@@ -31,6 +32,7 @@ LINFORMER = {
     "max_pool": {"projection_type": "max_pool"},
     "conv": {"projection_type": "conv"},
     "conv_none": {"projection_type": "conv", "share_projection": "none"},
+    "pre_norm": {"layer_norm_position": "pre"},
 }
 OPTIONS = {f"nystromformer-{name}": ("Nystromformer", options) for name, options in NYSTROM.items()} | {
     f"linformer-{name}": ("Linformer", {"projected_dim": 8} | options) for name, options in LINFORMER.items()
@@ -69,3 +71,29 @@ def make_model(option: str, head: str = "Model", **fields):
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def padded_inputs(head="Model", labels=False, length=40):
+    """A batch of rows with padding on the right, on the left and without any; for multiple choice, three choices."""
+    mask = torch.ones(3, length, dtype=torch.long)
+    mask[0, 25:] = mask[1, :11] = 0
+    ids = torch.randint(3, 99, mask.shape)
+    if head == "ForMultipleChoice":
+        ids, mask = ids[None], mask[None]
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if labels:
+        rows = {"ForSequenceClassification": (3,), "ForMultipleChoice": (1,)}
+        if head == "ForQuestionAnswering":
+            inputs |= {"start_positions": torch.tensor([3, 12, 0]), "end_positions": torch.tensor([4, 20, 39])}
+        elif head != "Model":
+            inputs["labels"] = torch.randint(0, 2, rows.get(head, ids.shape))
+        if head == "ForPreTraining":
+            inputs["sentence_order_label"] = torch.tensor([0, 1, 0])
+    return inputs
+
+
+def result(model, inputs):
+    """All numbers that a model returns, as one vector on the CPU."""
+    outputs = model(**inputs)
+    leaves = [leaf for value in outputs.to_tuple() for leaf in (value if isinstance(value, tuple) else (value,))]
+    return torch.cat([leaf.detach().float().flatten().cpu() for leaf in leaves])
