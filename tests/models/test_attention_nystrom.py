@@ -15,7 +15,7 @@ from nystrom_models.models.attention_nystrom import (
 )
 from nystrom_models.models.depthwise_convolution import depthwise_convolution
 from tests.models import formulas
-from tests.models.options import TOLERANCE, relative_error
+from tests.models.options import ATTENTION_TOLERANCE, TOLERANCE, relative_error
 
 M = 8
 
@@ -69,7 +69,7 @@ def test_fast_path_is_the_reference(length, masked, dtype):
         # With a single key the gradients of query and key are zero but for rounding: measure them against the values'.
         floor = results[1][3].abs().max().view(1)
         fast, reference = (torch.cat([tensor.flatten(), floor]) for tensor in (fast, reference))
-        assert relative_error(fast, reference) < 20 * TOLERANCE[dtype], name
+        assert relative_error(fast, reference) < ATTENTION_TOLERANCE[dtype], name
 
 
 @given(st.data())
@@ -106,7 +106,7 @@ def test_segments_cover_the_tokens(length, num_landmarks):
 
 def test_pseudo_inverse_converges_to_moore_penrose():
     matrix = torch.softmax(3 * torch.randn(4, 12, 12, dtype=torch.float64), dim=-1)
-    assert relative_error(iterative_pinv(matrix, 40), torch.linalg.pinv(matrix)) < 1e-6
+    assert relative_error(iterative_pinv(matrix, 40), torch.linalg.pinv(matrix)) < 1.8e-13  # 4.5e-14 seen
 
 
 def test_a_matrix_is_inverted_by_itself():
@@ -131,10 +131,11 @@ def test_half_precision_inverts_in_float32():
     """Whether the weights or autocast bring bfloat16, the result is near the exact one of the same inputs."""
     query, key, value, _ = tensors(64, torch.bfloat16)
     exact = nystrom_attention(query.double(), key.double(), value.double(), num_landmarks=M)
-    assert relative_error(nystrom_attention(query, key, value, num_landmarks=M), exact) < TOLERANCE[torch.bfloat16]
+    # 6.5e-3 seen.
+    assert relative_error(nystrom_attention(query, key, value, num_landmarks=M), exact) < 2.6e-2
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = nystrom_attention(query.float(), key.float(), value.float(), num_landmarks=M)
-    assert relative_error(mixed, exact) < TOLERANCE[torch.bfloat16]
+    assert relative_error(mixed, exact) < 5.8e-2  # 1.5e-2 seen
 
 
 def test_nothing_of_size_tokens_by_landmarks_is_stored():
