@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint bench clean
+.PHONY: help quickstart test lint matrix bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,9 @@ lint: $(VENV)/installed ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . || { echo "Run '$(BIN)/ruff format .'"; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
+
+matrix: ## Run the tests on every supported Python that is found, with the newest versions of all packages (long)
+	@$(PYTHON) tests/matrix.py
 
 bench: $(VENV)/installed ## Measure attention and models against the alternatives
 	@$(BIN)/python -m benchmarks run

@@ -51,7 +51,8 @@ def find(python: str) -> str | None:
 
 def run(python: str, args: argparse.Namespace) -> list[str]:
     """A row of the table: versions, and what pytest counted."""
-    folder = ROOT / ".cache" / "matrix" / Path(python).resolve().parts[-3]
+    version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
+    folder = ROOT / ".cache" / "matrix" / version
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
     here = folder / "bin" / "python"
     pip = [here, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
