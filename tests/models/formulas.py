@@ -73,6 +73,16 @@ def project(states: Tensor, projection: Tensor | None, projection_type: str, ker
     return torch.stack(slots)
 
 
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """One head: φ(q), φ(k) (L, F) and v (L, D) -> (L, D), token by token."""
+    outputs = []
+    for token in range(len(q)):
+        seen = slice(0, token + 1 if causal else None)
+        weights = (k[seen] * q[token]).sum(dim=1)
+        outputs.append((weights[:, None] * v[seen]).sum(dim=0) / (weights.sum() + 1e-6))
+    return torch.stack(outputs)
+
+
 def gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
