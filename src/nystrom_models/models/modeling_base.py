@@ -293,7 +293,7 @@ class BaseModel(BasePreTrainedModel):
             return None
         if use_cache is False:
             return None
-        if self.training and self.is_gradient_checkpointing and (use_cache or past_key_values is not None):
+        if self.training and self.encoder.gradient_checkpointing and (use_cache or past_key_values is not None):
             logger.warning_once("use_cache=True does not go with gradient checkpointing: set to False.")
             return None
         if past_key_values is None:

@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
 
         value: (B, H, N, D), zero at padding, which comes last. The last values are kept in the batch's cache.
         """
-        reach = self.conv.kernel_size[0] - 1
+        reach = self.config.conv_kernel_size - 1
         length = value.shape[2]
         before = read_state(batch.cache, self.layer_idx, State.TAPS)
         value = F.pad(value, (0, 0, reach, 0)) if before is None else torch.cat([before, value], dim=2)
