@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers' common tests on every family and head, with rows shorter and rows longer than the landmarks or k, and in
-both forms of the linear transformer."""
+"""Transformers' common tests on every family and head: with rows shorter and rows longer than the landmarks or k, and
+of linear transformers as encoders and as causal models."""
 
 import inspect
 import unittest
