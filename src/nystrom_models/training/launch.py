@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a run: as many as were launched, or an error that says what to set."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import GradientAccumulationPlugin
+
+# What torchrun and `accelerate launch`, MPICH and Intel MPI, Open MPI, MVAPICH and srun call the number of processes.
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """The number of processes that a launcher started, 1 if none did, and the variable that says so."""
+    for name in _SIZES:
+        if environment.get(name, "").isdecimal() and int(environment[name]) > 1:
+            return int(environment[name]), name
+    return 1, ""
+
+
+def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Accelerator:
+    """An `Accelerator` as [`train`] needs it, over all processes that were launched; `options` are passed on.
+
+    Where there is no accelerator device, several processes share the CPU, by gloo or MPI: Accelerate by itself would
+    let each of them train alone.
+
+    Raises:
+        RuntimeError: if the processes that were launched do not find each other.
+    """
+    size, variable = launched_processes()
+    if size > 1 and not PartialState._shared_state and not torch.accelerator.is_available():
+        cpu = True
+    accelerator = Accelerator(
+        # Micro-batches are counted by the loop; a step may have any number of them.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        mixed_precision=mixed_precision,
+        cpu=cpu,
+        **options,
+    )
+    if size != accelerator.num_processes and (size > 1 or accelerator.num_processes > 1):
+        hint = (
+            "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start them by torchrun or `accelerate "
+            "launch`, which do"
+            if variable == "SLURM_STEP_NUM_TASKS"
+            else "set ACCELERATE_USE_CPU=true to train on CPUs, or start them by torchrun or `accelerate launch`"
+        )
+        raise RuntimeError(
+            f"{size} processes were launched ({variable or 'no WORLD_SIZE'}), but this one finds "
+            f"{accelerator.num_processes}: each would train a model of its own into one --output_dir. Please {hint}."
+        )
+    return accelerator
