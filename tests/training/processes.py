@@ -44,6 +44,7 @@ def start(function, arguments, folder, num_processes=1, environment=None):
             here |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
             here |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         log = Path(folder, f"process{rank}.log")
+        log.touch()
         process = CONTEXT.Process(target=_call, args=(function, arguments, here, str(log)))
         process.start()
         processes.append(process)

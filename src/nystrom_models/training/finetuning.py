@@ -122,7 +122,7 @@ def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[s
     """Ids by label, as it may stand in the data, and the labels' names in the order of their ids."""
     if task.label_names is not None:
         return _named(list(task.label_names))
-    if str(train_set.features[task.label_column].dtype).startswith(("float", "double")):
+    if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
         raise ValueError(
             f"The column {task.label_column!r} of the train set holds floating-point numbers: --do_regression "
             "predicts them; classes must be integers or text."

@@ -48,7 +48,8 @@ def finetune_glue(
     predicted: list[Path] = []
     for name in ("mnli", *(name for name in GLUE_TASKS if name != "mnli")):
         folder = Path(args.output_dir, name)
-        run_args: Any = replace(args, task_name=name, output_dir=str(folder))  # type: ignore[call-arg]
+        changes = {"task_name": name, "start_from_mnli": False, "output_dir": str(folder)}
+        run_args: Any = replace(args, **changes)  # type: ignore[arg-type]
         if start_from_mnli and name in FROM_MNLI:
             source = Path(args.output_dir, "mnli", tasks["mnli"].get("run", ""))
             # Its classifier is for other classes.

@@ -10,6 +10,9 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import GradientAccumulationPlugin
 
+# MPI's launchers on one machine; they do not say where the processes meet, which then is this machine.
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
 # What torchrun and `accelerate launch`, MPICH and Intel MPI, Open MPI, MVAPICH and srun call the number of processes.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -34,6 +37,8 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
     size, variable = launched_processes()
     if size > 1 and not PartialState._shared_state and not torch.accelerator.is_available():
         cpu = True
+        if any(os.environ.get(name) == str(size) for name in _LOCAL_SIZES):
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     accelerator = Accelerator(
         # Micro-batches are counted by the loop; a step may have any number of them.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),

@@ -3,7 +3,6 @@
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -189,6 +188,7 @@ class TrainingLoop:
         """Goes on from the checkpoint that the flags name, if any."""
         if self.checkpoints is None:
             return
+        Path(self.checkpoints.output_dir).mkdir(parents=True, exist_ok=True)
         make_way(self.checkpoints, remove=self.accelerator.is_main_process)
         checkpoint = find_checkpoint(self.checkpoints)
         if checkpoint is None:
@@ -211,11 +211,9 @@ class TrainingLoop:
         self.accelerator.print(f"Going on from {checkpoint}")
         if not math.isclose(rate, self.scheduler.get_last_lr()[0]):
             self.accelerator.print(f"The learning rate, {rate:g} so far, is now {self.scheduler.get_last_lr()[0]:g}")
-        history = checkpoint / HISTORY
-        if history.is_file():
-            self.state.history = read_json_lines(history)
-            if self.accelerator.is_main_process:
-                shutil.copyfile(history, Path(self.checkpoints.output_dir, HISTORY))
+        self.state.history = read_json_lines(checkpoint / HISTORY)
+        if self.accelerator.is_main_process:
+            write_json(Path(self.checkpoints.output_dir, HISTORY), self.state.history, lines=True)
 
     def take_step(self, step: Step) -> None:
         """Computes the gradient over all micro-batches of all processes, and changes the weights by it."""

@@ -218,7 +218,6 @@ def _loader(
     options: dict[str, Any] = {
         "per_device_train_batch_size": optimization.per_device_train_batch_size,
         "gradient_accumulation_steps": optimization.gradient_accumulation_steps,
-        "seed": args.seed,
         **args.loader_options(),
     }
     if isinstance(documents, IterableDataset):
@@ -231,7 +230,7 @@ def _loader(
         share = ordered_share(_rows(args, first, tokenizer, "first"))
         return stream, share, data_digest(documents)
     rows = _rows(args, documents, tokenizer, "training")
-    loader = RowLoader(rows, collator, tokens_per_step=optimization.tokens_per_step, **options)
+    loader = RowLoader(rows, collator, tokens_per_step=optimization.tokens_per_step, seed=args.seed, **options)
     return loader, ordered_share(rows), data_digest(rows)
 
 
@@ -296,6 +295,7 @@ def pretrain(
         finish_run(accelerator, None, results, (args, optimization), identity, {})
         return results
 
+    settings = model_settings(config, tokenizer)
     save_model = _save(accelerator, tokenizer, config.sparse_prediction)
     # Logits at the tokens to predict alone; how many those are is data, for which a compiled model has no shape.
     model.config.sparse_prediction = not args.torch_compile
@@ -315,7 +315,7 @@ def pretrain(
         goal,
         "Pretraining",
         save_model,
-        {"the training data": identity["train"], **model_settings(config, tokenizer)},
+        {"the training data": identity["train"], **settings},
     )
     results = {"train": state.figures()}
     if state.interrupted:

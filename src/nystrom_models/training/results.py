@@ -42,7 +42,10 @@ def write_json(path: Path, content: Any, lines: bool = False, append: bool = Fal
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one a line, but for a last line that was cut off; null becomes NaN."""
+    """The objects of a file with one a line, but for a last line that was cut off; null becomes NaN. None without such
+    a file."""
+    if not path.is_file():
+        return []
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
@@ -56,7 +56,8 @@ def start_run(args: RunArguments) -> Accelerator:
         # Batches differ in length: one graph for all of them.
         options["dynamo_plugin"] = TorchDynamoPlugin(backend=args.torch_compile_backend.upper(), dynamic=True)
     if args.with_tracking:
-        options |= {"log_with": args.report_to, "project_dir": args.output_dir}
+        logs = ProjectConfiguration(args.output_dir, logging_dir=os.path.join(args.output_dir, "logs"))
+        options |= {"log_with": args.report_to, "project_config": logs}
     accelerator = create_accelerator(args.mixed_precision, **options)
     if args.do_train:
         make_way(args, remove=accelerator.is_main_process)

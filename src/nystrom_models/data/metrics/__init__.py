@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metric modules for `evaluate` that come with the package, so that nothing is fetched; and what "better" means."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ _MORE_IS_BETTER = frozenset(
 )
 
 
+@lru_cache
 def load_metric(config_name: str) -> "evaluate.EvaluationModule":
     """The metrics of a GLUE task by its name, or of other data by `"classification"`, `"multi_label"` or
     `"regression"`."""
