@@ -39,6 +39,10 @@ SENTENCES = (
 )
 
 
+# Of a batch, at most; its tokens are what counts.
+ROWS = 64
+
+
 @dataclass
 class QuickstartArguments:
     """The sizes of the run."""
@@ -47,7 +51,7 @@ class QuickstartArguments:
     seed: int = field(default=0, metadata={"help": "Of data, initial weights and order."})
     max_train_steps: int = field(default=1600, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "Rows of a batch."})
+    tokens_per_step: int = field(default=1000, metadata={"help": "Tokens of a step of pretraining."})
     learning_rate: float = field(default=1.5e-3, metadata={"help": "Peak learning rate of pretraining."})
     max_length: int = field(default=128, metadata={"help": "Tokens of a row, at most."})
     vocab_size: int = field(default=5000, metadata={"help": "Tokens of the vocabulary, at most."})
@@ -113,7 +117,9 @@ def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArgumen
     """Pretrains a model, and returns its held-out scores and its speed."""
     print(f"\nPretraining: {family}", flush=True)
     optimization = OptimizationArguments(
-        per_device_train_batch_size=args.per_device_train_batch_size,
+        per_device_train_batch_size=ROWS,
+        tokens_per_step=args.tokens_per_step,
+        group_by_length=True,
         learning_rate=args.learning_rate,
         max_train_steps=args.max_train_steps,
         adam_beta2=0.98,
@@ -156,7 +162,9 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         seed=args.seed,
     )
     optimization = OptimizationArguments(
-        per_device_train_batch_size=2 * args.per_device_train_batch_size,  # one label a row, not many
+        per_device_train_batch_size=ROWS,
+        tokens_per_step=2 * args.tokens_per_step,  # one label a row, not many: more rows for a steady gradient
+        group_by_length=True,
         learning_rate=args.learning_rate / 2,
         max_train_steps=args.finetune_steps,
     )

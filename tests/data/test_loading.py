@@ -86,10 +86,11 @@ def test_the_rows_of_a_step_do_not_depend_on_its_division(tokens_per_step):
     tokens=st.integers(30, 200),
     first=st.integers(0, 20),
     processes=st.integers(1, 3),
+    grouped=st.booleans(),
 )
-def test_steps_of_tokens(lengths, tokens, first, processes):
-    """Of the tokens before them, every row and step can be told; resuming anywhere gives the same steps."""
-    loader = RowLoader(dataset(lengths), collate, 4, tokens_per_step=tokens)
+def test_steps_of_tokens(lengths, tokens, first, processes, grouped):
+    """All rows once an epoch, in steps of about as many tokens; resuming anywhere gives the same steps."""
+    loader = RowLoader(dataset(lengths), collate, 4, tokens_per_step=tokens, group_by_length=grouped)
     plans = [list(islice(loader._plans(processes, rank, 0), 30)) for rank in range(processes)]
     seen, total = [], sum(lengths)
     for number, together in enumerate(zip(*plans, strict=True)):
@@ -98,16 +99,30 @@ def test_steps_of_tokens(lengths, tokens, first, processes):
         rows = [pair for group in groups for pair in group]
         assert rows, "an empty step"
         size = sum(lengths[row] for _, row in rows)
-        assert tokens - 30 < size < tokens + 30
         seen += rows
         assert together[0].rows == len(seen)
-        assert abs(sum(lengths[row] for _, row in seen) - (number + 1) * tokens) < 30
+        if not grouped:
+            assert tokens - 30 < size < tokens + 30
+            assert abs(sum(lengths[row] for _, row in seen) - (number + 1) * tokens) < 30
     assert len(seen) == len(set(seen))
     for epoch in range(seen[-1][0]):
         assert sorted(row for e, row in seen if e == epoch) == list(range(len(lengths)))
     again = list(islice(loader._plans(processes, 0, plans[0][first].rows), 29 - first))
     assert again == plans[0][first + 1 :]
     assert loader.steps_per_epoch() == total / tokens
+
+
+def test_steps_of_rows_of_one_length_have_as_many_tokens():
+    loader = RowLoader(dataset(), collate, 64, tokens_per_step=2000, group_by_length=True)
+    # Two epochs but for the last steps, which are smaller or larger.
+    lengths = [np.concatenate([batch["length"] for batch in step.batches]) for step in steps(loader, 96)]
+    tokens = np.array([step.sum() for step in lengths])
+    assert np.std(tokens) / np.mean(tokens) < 0.05 and abs(np.mean(tokens) - 2000) < 50
+    assert np.mean([step.max() - step.min() for step in lengths]) < 15  # of 199
+    # Their order is random.
+    assert abs(np.corrcoef([step.mean() for step in lengths[:-1]], [step.mean() for step in lengths[1:]])[0, 1]) < 0.4
+    with pytest.raises(ValueError, match="tokens_per_step"):
+        RowLoader(dataset(), collate, 4, group_by_length=True)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -39,6 +39,7 @@ def test_every_flag_has_a_rule():
     assert flags - rules == {
         *("seed", "streaming", "shuffle_buffer_size", "max_length", "sentence_order", "mlm_probability"),
         *("whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "tokens_per_step"),
+        "group_by_length",
     }
     assert not identity.MAY_CHANGE & identity.WARNED and not identity.PLACES & identity.MAY_CHANGE
 

@@ -107,6 +107,17 @@ class _PlannedSteps(torch.utils.data.Dataset):
         return Step(batches, [len(group) for group in plan.groups], {"rows": plan.rows}, plan.where)
 
 
+# Steps among whose rows those of about the same length are sought, with `group_by_length`.
+GROUPED_STEPS = 50
+
+
+@dataclass
+class _Order:
+    rows: np.ndarray  # of an epoch, as they are trained on
+    tokens: np.ndarray  # before each of them
+    ends: np.ndarray | None = None  # of steps, where those are not told by tokens or rows
+
+
 class RowLoader:
     """Optimizer steps from a data set whose rows can be counted.
 
@@ -115,6 +126,9 @@ class RowLoader:
     same length share a micro-batch. Where a run stands is the number of rows that it has seen: it may go on with
     another number of processes or another micro-batch.
 
+    Steps of rows of one length would waste less on padding, but be unlike each other: 32 rows of 20 tokens are a small
+    step, 32 rows of 500 a large one, with the same learning rate. Counted in tokens, they may be grouped so.
+
     Args:
         dataset: rows with a column of lengths.
         collate_fn: makes a batch of rows, each of which also has its `epoch`.
@@ -122,6 +136,8 @@ class RowLoader:
         gradient_accumulation_steps: micro-batches of a step on each process; without `tokens_per_step`.
         tokens_per_step: a step takes rows of so many tokens, over all processes, and not a number of rows: a step
             holds the rows that begin within its share of the tokens.
+        group_by_length: with `tokens_per_step`, a step takes rows of about the same length: many short ones or a few
+            long ones, of as many tokens. The last step of an epoch may then be smaller.
         seed: of the order.
         num_workers: processes that make batches; 0 makes them in this one.
         pin_memory: hand batches out in page-locked memory, from which a GPU reads them faster.
@@ -138,16 +154,19 @@ class RowLoader:
         per_device_train_batch_size: int,
         gradient_accumulation_steps: int = 1,
         tokens_per_step: int | None = None,
+        group_by_length: bool = False,
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
         length_column: str = "length",
     ):
+        if group_by_length and tokens_per_step is None:
+            raise ValueError("group_by_length makes unequal steps of equal numbers of rows: give tokens_per_step.")
         if len(dataset) == 0:
             raise ValueError("The training set is empty.")
         self.dataset, self.collate_fn = dataset, collate_fn
         self.micro_batch, self.accumulation = per_device_train_batch_size, gradient_accumulation_steps
-        self.tokens_per_step, self.seed = tokens_per_step, seed
+        self.tokens_per_step, self.group_by_length, self.seed = tokens_per_step, group_by_length, seed
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.lengths = np.asarray(dataset[length_column])
         self.num_tokens = int(self.lengths.sum())
@@ -158,11 +177,29 @@ class RowLoader:
             )
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
 
-    def _order_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in their order, and the tokens before each of them."""
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset))
-        lengths = self.lengths[order]
-        return order, np.cumsum(lengths) - lengths
+    def _order_of_epoch(self, epoch: int) -> _Order:
+        rng = np.random.default_rng((self.seed, epoch))
+        rows, ends = rng.permutation(len(self.dataset)), None
+        if self.group_by_length:
+            steps = self._grouped_steps(rows, rng)
+            rows, ends = np.concatenate(steps), np.cumsum([len(step) for step in steps])
+        lengths = self.lengths[rows]
+        return _Order(rows, np.cumsum(lengths) - lengths, ends)
+
+    def _grouped_steps(self, rows: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        """Steps of rows of about the same length, in random order: sorted among the rows of every 50 steps."""
+        assert self.tokens_per_step is not None
+        steps: list[np.ndarray] = []
+        blocks = max(1, round(self.num_tokens / (GROUPED_STEPS * self.tokens_per_step)))
+        for block in np.array_split(rows, blocks):
+            block = block[np.argsort(self.lengths[block], kind="stable")]
+            lengths = self.lengths[block]
+            number = max(1, round(lengths.sum() / self.tokens_per_step))
+            # As many tokens in each, but for the part of a row.
+            borders = lengths.sum() * np.arange(1, number) / number
+            parts = np.split(block, np.searchsorted(np.cumsum(lengths), borders))
+            steps += [parts[i] for i in rng.permutation(len(parts)) if len(parts[i])]
+        return steps
 
     def _rows_per_step(self, num_processes: int) -> int:
         rows = self.micro_batch * self.accumulation * num_processes
@@ -178,16 +215,19 @@ class RowLoader:
         if self.tokens_per_step is None:
             return first + self._rows_per_step(num_processes)
         epoch, place = divmod(first, len(self.dataset))
-        tokens = epoch * self.num_tokens + int(self._order(epoch)[1][place])
+        order = self._order(epoch)
+        if order.ends is not None:
+            return epoch * len(self.dataset) + int(order.ends[np.searchsorted(order.ends, place, side="right")])
+        tokens = epoch * self.num_tokens + int(order.tokens[place])
         end = (tokens // self.tokens_per_step + 1) * self.tokens_per_step
         epoch, rest = divmod(end, self.num_tokens)
-        return epoch * len(self.dataset) + int(np.searchsorted(self._order(epoch)[1], rest))
+        return epoch * len(self.dataset) + int(np.searchsorted(self._order(epoch).tokens, rest))
 
     def _rows(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Epoch and number in the data set of rows that are counted over all epochs."""
         for row in range(first, end):
             epoch, place = divmod(row, len(self.dataset))
-            yield epoch, int(self._order(epoch)[0][place])
+            yield epoch, int(self._order(epoch).rows[place])
 
     def _plans(self, num_processes: int, process_index: int, first: int) -> Iterator[_Plan]:
         while True:

@@ -310,6 +310,7 @@ class _Finetuning:
             optimization.per_device_train_batch_size,
             optimization.gradient_accumulation_steps,
             optimization.tokens_per_step,
+            optimization.group_by_length,
             self.args.seed,
             **self.args.loader_options(),
         )

@@ -28,6 +28,10 @@ class OptimizationArguments:
             "many micro-batches of up to --per_device_train_batch_size rows as that needs."
         },
     )
+    group_by_length: bool = field(
+        default=False,
+        metadata={"help": "With --tokens_per_step: rows of a step have about the same length, which saves padding."},
+    )
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
     weight_decay: float = field(default=0.01, metadata={"help": "Of AdamW; none on biases and layer norms."})
     adam_beta1: float = field(default=0.9, metadata={"help": "First-moment decay of AdamW."})
@@ -65,6 +69,10 @@ class OptimizationArguments:
         if self.tokens_per_step is not None and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 "--tokens_per_step says how many micro-batches a step takes: leave out --gradient_accumulation_steps."
+            )
+        if self.group_by_length and self.tokens_per_step is None:
+            raise ValueError(
+                "--group_by_length alone makes unequal steps: say how large they are in tokens, --tokens_per_step."
             )
         if self.max_skipped_steps < 0:
             raise ValueError(f"--max_skipped_steps must be at least 0, but is {self.max_skipped_steps}.")

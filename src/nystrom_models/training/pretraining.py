@@ -230,7 +230,14 @@ def _loader(
         share = ordered_share(_rows(args, first, tokenizer, "first"))
         return stream, share, data_digest(documents)
     rows = _rows(args, documents, tokenizer, "training")
-    loader = RowLoader(rows, collator, tokens_per_step=optimization.tokens_per_step, seed=args.seed, **options)
+    loader = RowLoader(
+        rows,
+        collator,
+        tokens_per_step=optimization.tokens_per_step,
+        group_by_length=optimization.group_by_length,
+        seed=args.seed,
+        **options,
+    )
     return loader, ordered_share(rows), data_digest(rows)
 
 
