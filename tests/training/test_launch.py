@@ -66,6 +66,18 @@ def test_processes_share_the_cpu_without_further_settings(launch, tmp_path):
         assert json.loads((tmp_path / f"found{rank}.json").read_text()) == [2, rank, "cpu", 3.0]
 
 
+def sharded(folder):
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    describe(folder)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_sharding_that_would_not_happen_is_an_error(tmp_path):
+    """Accelerate shards on no CPU, and would take DDP instead without a word."""
+    codes, log = processes.run(sharded, str(tmp_path), folder=tmp_path, num_processes=2)
+    assert any(codes) and "FSDP was asked for, but Accelerate would train without it" in log
+
+
 def test_processes_that_do_not_find_each_other_are_an_error(tmp_path):
     codes, log = processes.run(as_srun, str(tmp_path), folder=tmp_path, num_processes=2)
     assert any(codes) and "2 processes were launched (SLURM_STEP_NUM_TASKS)" in log

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
 # MPI's launchers on one machine; they do not say where the processes meet, which then is this machine.
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
@@ -25,6 +25,10 @@ def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int
     return 1, ""
 
 
+# How a launch asks for sharded training, and what Accelerate calls it where it does it.
+_SHARDING = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
+
+
 def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Accelerator:
     """An `Accelerator` as [`train`] needs it, over all processes that were launched; `options` are passed on.
 
@@ -32,10 +36,12 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
     let each of them train alone.
 
     Raises:
-        RuntimeError: if the processes that were launched do not find each other.
+        RuntimeError: if the processes that were launched do not find each other, or weights are to be sharded where
+            Accelerate shards none.
     """
     size, variable = launched_processes()
-    if size > 1 and not PartialState._shared_state and not torch.accelerator.is_available():
+    sharding = [kind for name, kind in _SHARDING.items() if os.environ.get(name, "").lower() == "true"]
+    if size > 1 and not sharding and not PartialState._shared_state and not torch.accelerator.is_available():
         cpu = True
         if any(os.environ.get(name) == str(size) for name in _LOCAL_SIZES):
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -46,6 +52,11 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
         cpu=cpu,
         **options,
     )
+    if sharding and accelerator.distributed_type not in sharding:
+        raise RuntimeError(
+            f"{sharding[0].value} was asked for, but Accelerate would train without it: it shards on GPUs alone, in "
+            "processes that torchrun or `accelerate launch` started. Take another file of configs/accelerate/."
+        )
     if size != accelerator.num_processes and (size > 1 or accelerator.num_processes > 1):
         hint = (
             "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start them by torchrun or `accelerate "

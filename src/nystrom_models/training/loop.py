@@ -144,9 +144,10 @@ class TrainingLoop:
         self.settings = {"an optimizer step": loader.step_size(processes), **self.settings}
 
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # It wants to know what it does not see: rows of one micro-batch.
+            # It wants to know what it does not see, rows of one micro-batch, and clips gradients itself.
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+            config["gradient_clipping"] = args.max_grad_norm
         self.model, self.optimizer = accelerator.prepare(model, create_optimizer(model, args))
         self.scheduler = create_scheduler(self.optimizer, args, self.total_steps)
         self.state = TrainingState(self.model)
@@ -286,6 +287,8 @@ class TrainingLoop:
         """Leaves a step out, if that may be."""
         self.state.skipped_steps += 1
         what = f"The {what} of step {self.state.step + 1} is not finite ({where})"
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise FloatingPointError(f"{what}, and DeepSpeed has taken the step: go on from the last checkpoint.")
         if self.state.skipped_steps > self.args.max_skipped_steps:
             raise FloatingPointError(
                 f"{what}. The weights are those after step {self.state.step}, and what was saved is sound. Lower "
