@@ -3,12 +3,14 @@
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 import nystrom_models
 from nystrom_models import kernels
-from nystrom_models.models import attention_nystrom
-from nystrom_models.models.attention_nystrom import landmark_segments, nystrom_attention, nystrom_attention_reference
-from nystrom_models.models.attention_ops import depthwise_convolution
+from nystrom_models.kernels.interface import NystromTriton
+from nystrom_models.models.attention_nystrom import landmark_segments
+from nystrom_models.models.depthwise_convolution import depthwise_convolution
+from tests.kernels.functions import in_pytorch, nystrom_attention, nystrom_attention_reference
 from tests.models import formulas
 from tests.models.options import TINY, TOLERANCE, relative_error
 
@@ -26,7 +28,6 @@ KERNEL_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e
 def interpreted(monkeypatch):
     kernels._fault.cache_clear()
     monkeypatch.setattr(kernels, "_devices", {"cuda", DEVICE})
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
 
 
 def ragged(length):
@@ -395,12 +396,8 @@ def test_sizes_that_do_not_fit_are_explained():
     assert "conv_kernel_size" in why_not(64, 64, torch.bfloat16, 131) and why_not(64, 64, torch.bfloat16, 129) is None
 
 
-def test_the_variable_switches_off_and_the_cpu_needs_no_word(monkeypatch):
+def test_the_cpu_needs_no_word(monkeypatch):
     inputs = states(12, 3, batch=1)
-    monkeypatch.setenv(kernels.VARIABLE, "0")
-    assert kernels.VARIABLE in kernels.why_not(*inputs, num_landmarks=M)
-    assert kernels.nystrom_attention_if_possible(*inputs, num_landmarks=M) is None
-    monkeypatch.delenv(kernels.VARIABLE)
     assert kernels.why_not(*inputs, num_landmarks=M) is None
     monkeypatch.setattr(kernels, "_devices", {"cuda"})
     on_cpu = [tensor.cpu() for tensor in inputs]
@@ -495,8 +492,7 @@ def test_exported_graphs_run_where_this_package_is_not():
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_a_model_uses_them_where_it_can(training, monkeypatch):
-    """The package hung them on the attention; what they do not take turns them down, with one line in the log."""
-    assert attention_nystrom.fast_kernels is kernels.nystrom_attention_if_possible
+    """By their name; what they do not take is computed by PyTorch's operations, with one line in the log."""
     ran, said = [], []
     attend = kernels._attend
     monkeypatch.setattr(kernels, "_attend", lambda *arguments: ran.append(1) or attend(*arguments))
@@ -506,7 +502,9 @@ def test_a_model_uses_them_where_it_can(training, monkeypatch):
         num_landmarks=M,
         conv_kernel_size=5,
     )
+    monkeypatch.setattr(NystromTriton, "why_not_here", lambda self: None)
     model = nystrom_models.NystromformerModel(config).to(DEVICE).train(training)
+    assert model.config._attn_implementation == NystromTriton.name
     ids = torch.randint(3, 99, (2, 14), device=DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -518,11 +516,27 @@ def test_a_model_uses_them_where_it_can(training, monkeypatch):
         model.double()(ids, attention_mask=mask)
         assert len(ran) == 3 and len(said) == 1 and "float16, bfloat16 or float32" in said[0]
         model.float()
-        monkeypatch.setenv(kernels.VARIABLE, "0")
+        model.set_attn_implementation("sdpa")
         expected = model(ids, attention_mask=mask).last_hidden_state
         assert len(ran) == 3 and len(said) == 1
     valid = mask.bool()
     assert training or relative_error(states[valid], expected[valid]) < TOLERANCE[torch.float32]
+
+
+def test_what_cannot_run_here_is_refused_by_name(monkeypatch):
+    """Where there is no GPU, the kernels are not the default, and who asks for them is told why they cannot run."""
+    config = nystrom_models.NystromformerConfig(**TINY)
+    reason = "there is no CUDA device"
+    monkeypatch.setattr(NystromTriton, "why_not_here", lambda self: reason)
+    model = nystrom_models.NystromformerModel(config)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match=rf'"nystrom_triton" cannot be used here: {reason}. Use "sdpa"'):
+        model.set_attn_implementation("nystrom_triton")
+    with pytest.raises(ValueError, match="not made for LinformerModel"):
+        nystrom_models.LinformerModel(nystrom_models.LinformerConfig(**TINY, attn_implementation="nystrom_triton"))
+    bert = BertModel(BertConfig(**TINY, attn_implementation="nystrom_triton"))
+    with pytest.raises(ValueError, match=r"Nyströmformers of nystrom_models alone.*Bert"):
+        bert(torch.randint(3, 99, (1, 9)))
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs", "is_nan"])
@@ -578,15 +592,10 @@ def test_on_a_gpu(length, count, dim, dtype):
     inputs.append(draw(2, 1, 65, 1, dtype=dtype) / 8)
     weight = draw(3, 2, length, dim, dtype=dtype) * mask[:, None, :, None]
 
-    def pytorch(*arguments, **options):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_nystrom, "fast_kernels", None)
-            return nystrom_attention(*arguments, **options)
-
     results = []
     for function, cast in (
         (kernels.nystrom_attention, dtype),
-        (pytorch, dtype),
+        (in_pytorch, dtype),
         (nystrom_attention_reference, torch.float64),
     ):
         leaves = [tensor.detach().to(cast).requires_grad_() for tensor in inputs]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels for Nyström attention on an NVIDIA GPU, in place of `nystrom_attention`'s PyTorch operations.
 
-`registration.py` hangs them on `attention_nystrom.fast_kernels`, and they are then used wherever they apply;
-`why_not` tells where they do not. The environment variable NYSTROM_MODELS_KERNELS=0 switches them off. Triton is
-imported at the first call that needs it, and the kernels are compiled at the first call of their sizes; then they are
-compared with PyTorch's operations once, and not used on a device where they fail or differ.
+A model uses them with `attn_implementation="nystrom_triton"` (see `interface.py`), the default on a GPU; `why_not`
+tells where they do not apply. Triton is imported at the first call that needs it, and the kernels are compiled at the
+first call of their sizes; then they are compared with PyTorch's operations once, and not used on a device where they
+fail or differ.
 
 Sums have a fixed order: the same inputs give the same result on the same device.
 
@@ -13,18 +13,17 @@ Legend: B batch, H heads, N tokens, M landmarks, D head size. A mask is (B, N), 
 
 import functools
 import importlib.util
-import os
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
+from transformers.utils.import_utils import is_tracing
 
 from ..models.attention_nystrom import Segments, landmark_segments, nystrom_attention_reference
-from ..models.attention_ops import is_tracing
+from ..models.depthwise_convolution import depthwise_convolution
 
 logger = logging.get_logger(__name__)
 
-VARIABLE = "NYSTROM_MODELS_KERNELS"
 MAX_LANDMARKS = 128
 MAX_HEAD_SIZE = 128
 MAX_TAPS = 129
@@ -48,10 +47,8 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _why_not_here(device: torch.device) -> str | None:
+def why_not_on(device: torch.device) -> str | None:
     """Why they run on this device not at all."""
-    if os.environ.get(VARIABLE, "1") == "0":
-        return f"{VARIABLE}=0 switches them off"
     if not _has_triton():
         return "the package triton is not installed: pip install triton"
     if device.type == "cuda" and torch.version.hip is not None:
@@ -77,12 +74,12 @@ def why_not(
 
     Arguments are those of `nystrom_attention`.
     """
-    if is_tracing() or torch._C._are_functorch_transforms_active():
+    if is_tracing(query) or torch._C._are_functorch_transforms_active():
         return "a graph is being recorded (torch.export, torch.jit) or transformed, and PyTorch's operations do that"
     tensors = [tensor for tensor in (query, key, value, conv_weight) if tensor is not None]
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
         return f"they need plain tensors, not {type(query).__name__}"
-    return _why_not_of_shape(query, key, value, num_landmarks, conv_weight, dropout_p) or _why_not_here(query.device)
+    return _why_not_of_shape(query, key, value, num_landmarks, conv_weight, dropout_p) or why_not_on(query.device)
 
 
 def _why_not_of_shape(
@@ -180,8 +177,6 @@ def nystrom_attention_if_possible(
         return _attend_in_graph(
             query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, dropout_p, segments
         )
-    if os.environ.get(VARIABLE, "1") == "0":
-        return None
     reason = why_not(
         query,
         key,
@@ -196,7 +191,9 @@ def nystrom_attention_if_possible(
     if reason is None:
         reason = _fault(query.device, _computed_dtype(query), num_landmarks, query.shape[-1])
     if reason is not None:
-        logger.warning_once(f"Nyström attention without its Triton kernels: {reason}. {VARIABLE}=0 silences this.")
+        logger.warning_once(
+            f'Nyström attention without its Triton kernels: {reason}. attn_implementation="sdpa" silences this.'
+        )
         return None
     return _attend(query, key, value, mask, num_landmarks, pinv_iterations, conv_weight, dropout_p, segments)
 
@@ -209,7 +206,7 @@ def _computed_dtype(query: Tensor) -> torch.dtype:
 @torch.compiler.assume_constant_result
 def _work(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: int) -> bool:
     """Found out once, when a graph is recorded."""
-    return _why_not_here(device) is None and _fault(device, dtype, num_landmarks, dim) is None
+    return why_not_on(device) is None and _fault(device, dtype, num_landmarks, dim) is None
 
 
 def _attend_in_graph(
@@ -264,7 +261,13 @@ def _fault(device: torch.device, dtype: torch.dtype, num_landmarks: int, dim: in
             attends = (
                 lambda q, k, v, weight: _attend(q, k, v, mask, num_landmarks, 2, weight, 0.0, None),
                 lambda q, k, v, weight: nystrom_attention_reference(
-                    q, k, v, mask, num_landmarks=num_landmarks, pinv_iterations=2, conv_weight=weight
+                    q,
+                    k,
+                    v,
+                    mask,
+                    num_landmarks=num_landmarks,
+                    pinv_iterations=2,
+                    skip=depthwise_convolution(v, weight, mask),
                 ),
             )
             for attend in attends:
@@ -310,4 +313,4 @@ def _attend(
     return compute(query, key, value, conv_weight, seed, rows, num_landmarks, pinv_iterations, dropout_p)
 
 
-__all__ = ["MAX_HEAD_SIZE", "MAX_LANDMARKS", "MAX_TAPS", "VARIABLE", "nystrom_attention", "why_not"]
+__all__ = ["MAX_HEAD_SIZE", "MAX_LANDMARKS", "MAX_TAPS", "nystrom_attention", "why_not", "why_not_on"]

@@ -26,7 +26,7 @@ from ..data.loading import RowLoader, TrainingLoader, eval_dataloader
 from ..data.masking import PretrainingCollator
 from ..data.pretraining import MIN_ORDERED_SHARE, ordered_share, pretraining_dataset
 from ..data.streams import pretraining_stream
-from ..models.configuration_encoder import EncoderConfig
+from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
 from .identity import data_digest, model_settings, weights_digest
 from .objectives import PretrainingObjective
@@ -117,10 +117,10 @@ class PretrainingArguments(RunArguments, DataArguments):
         )
 
 
-def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> EncoderConfig:
+def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> BaseConfig:
     name = str(args.config_name or args.model_name_or_path)
     config = AutoConfig.from_pretrained(name)
-    if not isinstance(config, EncoderConfig):
+    if not isinstance(config, BaseConfig):
         raise ValueError(
             f"{name} is a {config.model_type!r} configuration: --config_name must name a Nyströmformer or a "
             "Linformer, such as configs/nystromformer/base-512.json."
@@ -144,7 +144,7 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> E
     return config
 
 
-def _model(args: PretrainingArguments, config: EncoderConfig) -> PreTrainedModel:
+def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     """A new model, one to go on with, or one that is made from a BERT or RoBERTa."""
     if args.model_name_or_path is None:
         return AutoModelForPreTraining.from_config(config)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
 from ..data.loading import TrainingLoader
-from ..models.configuration_encoder import EncoderConfig
+from ..models.configuration_base import BaseConfig
 from .arguments import RunArguments
 from .checkpoints import BestModel, make_way
 from .curve import plot_history
@@ -257,7 +257,7 @@ def _describe(
         plot_history({name: state.history}, Path(args.output_dir, "training_curve.png"))
     except ImportError as error:
         accelerator.print(f"No training curve was drawn: {error}")
-    if not isinstance(AutoConfig.from_pretrained(args.output_dir), EncoderConfig):
+    if not isinstance(AutoConfig.from_pretrained(args.output_dir), BaseConfig):
         return
     hyperparameters = {**_hyperparameters(*arguments), "steps": state.step}
     if accelerator.num_processes > 1:
