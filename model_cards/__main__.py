@@ -166,7 +166,7 @@ def card(name: str) -> str:
         recipes=[
             path.name
             for path in sorted((CONFIGS / "recipes").glob("*.args"))
-            if f"configs/{name}.json" in path.read_text(encoding="utf-8")
+            if f"{name}.json" in path.read_text(encoding="utf-8")
         ],
         results=_results(name, comparison["results"]),
         columns=[column for column, _, _ in COLUMNS],
