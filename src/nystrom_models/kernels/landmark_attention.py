@@ -143,8 +143,9 @@ def _landmark_attention_backward(
     q = load_tile(query_landmarks + program * M * D, landmarks, D, inside, D, BLOCK_D)
     g = load_tile(context_grad + program * M * D, landmarks, D, inside, D, BLOCK_D)
     seen = load_tile(context + program * M * D, landmarks, D, inside, D, BLOCK_D)
-    mean_grad = tl.sum(g * seen, axis=1)
+    # Rounded first: weights times (g v - mean_grad) then sum to zero over the tokens, whatever the keys have in common.
     g = g.to(q.dtype)
+    mean_grad = tl.sum(g.to(tl.float32) * seen, axis=1)
     log_total = tl.load(lse + program * M + landmarks, mask=inside, other=0.0)
     count = landmark_count(exists, row, M, MASKED, BLOCK_M)
     start, stop = stretch(positions, sizes, count, row, N, M, longest, MASKED, BLOCK_N)
@@ -160,6 +161,8 @@ def _landmark_attention_backward(
         valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
         k = load_tile(key, tokens, key_n, valid, D, BLOCK_D)
         v = load_tile(value, tokens, value_n, valid, D, BLOCK_D)
+        if ADD:
+            before = load_tile(value_grad, tokens, grad_n, tokens < stop, D, BLOCK_D)
         weights = tl.exp2(_scores(q, k, tokens, valid, segment, is_exact, scale, MASKED) - log_total[:, None])
         scores_grad = weights * (dot(g, tl.trans(v)) - mean_grad[:, None]) * scale
         if MASKED:
@@ -172,7 +175,7 @@ def _landmark_attention_backward(
         store_tile(key_grad, tokens, grad_n, tokens < stop, k_grad, D, BLOCK_D)
         v_grad = dot(tl.trans(weights.to(q.dtype)), g)
         if ADD:
-            v_grad += load_tile(value_grad, tokens, grad_n, tokens < stop, D, BLOCK_D).to(tl.float32)
+            v_grad += before.to(tl.float32)
         store_tile(value_grad, tokens, grad_n, tokens < stop, v_grad, D, BLOCK_D)
     place = program * tl.num_programs(0) + tl.program_id(0)
     store_tile(partial_query_grad + place * M * D, landmarks, D, inside, q_grad, D, BLOCK_D)
