@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import (  # noqa: F401  (they register)
     capabilities,
+    compiled_kernels,
     environment,
     kernels,
     linformer,
@@ -55,6 +56,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     alone = commands.add_parser("kernels", help="time the Triton kernels one by one (GPU), and ways to launch them")
     alone.add_argument("--sweep", action="store_true", help="also find the fastest way to launch each (minutes)")
+    alone.add_argument(
+        "--compiled",
+        action="store_true",
+        help="instead print what they compile to, without a GPU: registers, shared memory, spills, barriers (minutes)",
+    )
+    alone.add_argument(
+        "--capabilities",
+        type=int,
+        nargs="+",
+        choices=compiled_kernels.SHARED_MEMORY,
+        default=list(compiled_kernels.SHARED_MEMORY),
+        help="with --compiled: compute capabilities times ten (default: all)",
+    )
     add_sizes(alone)
     alone.set_defaults(device="cuda", dtype="bfloat16")
 
@@ -182,6 +196,15 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
     return 1 if wrong else 0
 
 
+def compile_kernels(capabilities: list[int]) -> int:
+    versions = environment.versions()
+    commit = environment.commit()
+    print(f"Triton {versions['triton']}, commit {commit['commit']}" + ", modified" * bool(commit["modified"]))
+    print("\nregisters a thread / KiB of shared memory / bytes a thread spills / barriers\n")
+    print(compiled_kernels.table(capabilities, list(compiled_kernels.CASES), progress))
+    return 0
+
+
 def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         parser.error("the kernels are for a GPU, and PyTorch finds no CUDA device here")
@@ -232,6 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "run":
         return run(parser, arguments, argv)
+    if arguments.command == "kernels" and arguments.compiled:
+        return compile_kernels(arguments.capabilities)
     if arguments.command == "kernels":
         return time_kernels(parser, arguments)
     if arguments.command == "list":

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton kernels compile to, for GPUs that need not be there: registers, shared memory, spills, barriers.
+
+Nothing runs: Triton and its ptxas compile for any GPU on any machine. The host code that launches the kernels runs on
+the CPU, so that each is compiled with the sizes and specialisations of a real forward and backward pass.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+# Bytes of shared memory that a thread block may have, by compute capability: A100; RTX 3090 and, with as much, 4090
+# (8.9); H100; B200; RTX 5090.
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
+class Case(NamedTuple):
+    """Sizes and options of an attention: M landmarks, head size D, T taps of the convolution, 0 for none."""
+
+    dtype: str
+    landmarks: int
+    dim: int
+    taps: int = 65
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}-{self.landmarks}x{self.dim}" + f"-{self.taps}taps" * (self.taps != 65)
+
+
+# Tokens; more than the most landmarks.
+LENGTH = 160
+
+# The size of published models, and the largest of every dtype.
+CASES = (
+    Case("bfloat16", 64, 64),
+    Case("bfloat16", 128, 64),
+    Case("float16", 64, 128),
+    Case("float32", 64, 64),
+    Case("float32", 32, 128),
+)
+
+
+class Resources(NamedTuple):
+    """Of a compiled kernel: registers a thread, bytes of shared memory a block, columns of tensor memory (10.0 alone has
+    it), bytes of stack a thread, into which registers spill, and barriers in the PTX, each counted once, however often
+    a loop comes to it. All None where the kernel does not compile."""
+
+    registers: int | None = None
+    shared: int | None = None
+    tensor_memory: int | None = None
+    stack: int | None = None
+    barriers: int | None = None
+
+
+class AbsentGPU:
+    """As much of a driver as compilation asks for."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are remembered by it
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def measure_resources(kernel: Any) -> Resources:
+    """Of a `CompiledKernel` of Triton."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    barriers = len(re.findall(r"\b(?:bar|barrier)\.sync\b", kernel.asm["ptx"]))
+    return Resources(registers, kernel.metadata.shared, kernel.metadata.tmem_size or 0, stack, barriers)
+
+
+def compile_case(capability: int, case: Case) -> Iterator[tuple[str, str, Resources]]:
+    """(kernel, its options, its resources) of a forward and a backward pass, with neither mask nor dropout and with
+    both; a kernel that is launched twice comes twice."""
+    import triton
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from nystrom_models import kernels
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("Kernels are compiled where TRITON_INTERPRET is not set: unset it.")
+    compiled: list[tuple[str, str, Resources]] = []
+    run: Callable = JITFunction.run
+    options = ""
+
+    def compile_only(self, *arguments, grid, warmup, **given):
+        try:
+            kernel = run(self, *arguments, grid=grid, warmup=True, **given)
+        except Exception as error:  # whatever a compiler raises
+            print(f"{self.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
+            compiled.append((self.__name__, options, Resources()))
+        else:
+            compiled.append((self.__name__, options, measure_resources(kernel)))
+
+    dtype = getattr(torch, case.dtype)
+    states = [torch.randn(1, LENGTH, 2, case.dim).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    weight = torch.randn(2, 1, case.taps, 1).to(dtype).requires_grad_() if case.taps else None
+    devices, driver_before = set(kernels._devices), driver._active
+    try:
+        JITFunction.run = compile_only
+        driver.set_active(AbsentGPU(capability))
+        kernels._devices.add("cpu")
+        for options, mask, dropout_p in (
+            ("plain", None, 0.0),
+            ("masked, dropout", torch.arange(LENGTH)[None] < LENGTH - 10, 0.1),
+        ):
+            kernels.nystrom_attention(
+                *states, mask, num_landmarks=case.landmarks, conv_weight=weight, dropout_p=dropout_p
+            ).sum().backward()
+    finally:
+        JITFunction.run = run
+        driver._active = driver_before
+        kernels._devices.clear()
+        kernels._devices.update(devices)
+    yield from compiled
+
+
+def table(capabilities: list[int], cases: list[Case], report: Callable[[str], None]) -> str:
+    """A Markdown table: a line for each kernel, case and options, a column for each capability.
+
+    Of a kernel that is compiled in two ways for one case, the larger of each number.
+    """
+    rows: dict[tuple[str, str, str], dict[int, Resources]] = {}
+    for case in cases:
+        for capability in capabilities:
+            report(f"compiling {case.name} for capability {capability / 10}")
+            for kernel, options, found in compile_case(capability, case):
+                row = rows.setdefault((kernel.strip("_"), case.name, options), {})
+                row[capability] = larger(row.get(capability, found), found)
+    heading = ["kernel", "case", "options", *(f"{capability / 10}" for capability in capabilities)]
+    lines = [heading, ["---"] * 3 + ["---:"] * len(capabilities)]
+    for (kernel, case_name, options), found in rows.items():
+        lines.append([kernel, case_name, options, *(describe(found.get(capability)) for capability in capabilities)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def larger(first: Resources, second: Resources) -> Resources:
+    if None in (first.registers, second.registers):
+        return Resources()
+    return Resources(*map(max, zip(first, second, strict=True)))
+
+
+def describe(found: Resources | None) -> str:
+    """registers / KiB of shared memory / bytes of stack / barriers, and the columns of tensor memory where there are."""
+    if found is None:
+        return ""
+    if found.registers is None:
+        return "does not compile"
+    text = f"{found.registers} / {found.shared / 1024:.0f} / {found.stack} / {found.barriers}"
+    return text + f" ({found.tensor_memory} columns)" * bool(found.tensor_memory)
