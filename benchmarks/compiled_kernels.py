@@ -98,6 +98,7 @@ def compile_case(capability: int, case: Case) -> Iterator[tuple[str, str, Resour
     from triton.runtime.jit import JITFunction
 
     from nystrom_models import kernels
+    from nystrom_models.kernels.device import DEVICE_TYPES
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Kernels are compiled where TRITON_INTERPRET is not set: unset it.")
@@ -117,11 +118,11 @@ def compile_case(capability: int, case: Case) -> Iterator[tuple[str, str, Resour
     dtype = getattr(torch, case.dtype)
     states = [torch.randn(1, LENGTH, 2, case.dim).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
     weight = torch.randn(2, 1, case.taps, 1).to(dtype).requires_grad_() if case.taps else None
-    devices, driver_before = set(kernels._devices), driver._active
+    driver_before, on_cpu = driver._active, "cpu" in DEVICE_TYPES
     try:
         JITFunction.run = compile_only
         driver.set_active(AbsentGPU(capability))
-        kernels._devices.add("cpu")
+        DEVICE_TYPES.add("cpu")
         for options, mask, dropout_p in (
             ("plain", None, 0.0),
             ("masked, dropout", torch.arange(LENGTH)[None] < LENGTH - 10, 0.1),
@@ -132,8 +133,8 @@ def compile_case(capability: int, case: Case) -> Iterator[tuple[str, str, Resour
     finally:
         JITFunction.run = run
         driver._active = driver_before
-        kernels._devices.clear()
-        kernels._devices.update(devices)
+        if not on_cpu:
+            DEVICE_TYPES.discard("cpu")
     yield from compiled
 
 
