@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(shell [ -t 2 ] || echo
 NEWEST := $(shell sed -n 's/^transformers==//p' constraints.txt)
 FLOOR_PINS := tests/compat/requirements-floor.txt
 FLOOR := $(CACHE)/floor
+TORCHAO_PINS := tests/models/requirements-torchao.txt
+TORCHAO := $(CACHE)/torchao
 SDIST := $(CACHE)/transformers-$(NEWEST)
 
 # Test workers share the cores: one thread each.
@@ -20,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint bench clean
+.PHONY: help quickstart test lint matrix bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,7 +31,7 @@ help: ## List the targets
 quickstart: $(VENV)/installed ## Pretrain, fill masks and fine-tune on this machine's own docstrings (minutes, no download)
 	@GOMP_SPINCOUNT=10000 $(BIN)/python examples/quickstart.py
 
-test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed ## Run the tests on the newest and the lowest supported Transformers
+test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(TORCHAO)/installed ## Run the tests on the newest and the lowest supported Transformers
 	@echo "Compatibility tests, $$(sed -n 's/==/ /p' $(FLOOR_PINS) | head -n 1)"
 	@$(ONE_THREAD) PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -q tests/compat
 	@echo "All tests, transformers $(NEWEST)"
@@ -39,6 +41,9 @@ lint: $(VENV)/installed ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . || { echo "Run '$(BIN)/ruff format .'"; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
+
+matrix: ## Run the tests on every supported Python that is found, with the newest versions of all packages (long)
+	@$(PYTHON) tests/matrix.py
 
 bench: $(VENV)/installed ## Measure attention and models against the alternatives
 	@$(BIN)/python -m benchmarks run
@@ -68,4 +73,10 @@ $(FLOOR)/installed: $(VENV)/installed $(FLOOR_PINS)
 	@echo "Fetching the lowest supported Transformers"
 	@rm -rf $(FLOOR)
 	@$(PIP) install --no-deps --target $(FLOOR) --requirement $(FLOOR_PINS)
+	@touch $@
+
+$(TORCHAO)/installed: $(VENV)/installed $(TORCHAO_PINS)
+	@echo "Fetching torchao"
+	@rm -rf $(TORCHAO)
+	@$(PIP) install --no-deps --target $(TORCHAO) --requirement $(TORCHAO_PINS)
 	@touch $@

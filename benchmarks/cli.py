@@ -69,6 +69,21 @@ def build_parser() -> argparse.ArgumentParser:
         default=list(compiled_kernels.SHARED_MEMORY),
         help="with --compiled: compute capabilities times ten (default: all)",
     )
+    cases = {case.name: case for case in compiled_kernels.CASES}
+    alone.add_argument(
+        "--cases",
+        nargs="+",
+        choices=cases,
+        default=list(cases),
+        help="with --compiled: dtypes and sizes (default: all)",
+    )
+    alone.add_argument(
+        "--options",
+        nargs="+",
+        choices=compiled_kernels.OPTIONS,
+        default=list(compiled_kernels.OPTIONS),
+        help="with --compiled: with or without mask and dropout (default: both)",
+    )
     add_sizes(alone)
     alone.set_defaults(device="cuda", dtype="bfloat16")
 
@@ -196,13 +211,19 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
     return 1 if wrong else 0
 
 
-def compile_kernels(capabilities: list[int]) -> int:
+def compile_kernels(arguments: argparse.Namespace) -> int:
+    """Prints the table; 1 if something does not fit."""
     versions = environment.versions()
     commit = environment.commit()
     print(f"Triton {versions['triton']}, commit {commit['commit']}" + ", modified" * bool(commit["modified"]))
     print("\nregisters a thread / KiB of shared memory / bytes a thread spills / barriers\n")
-    print(compiled_kernels.table(capabilities, list(compiled_kernels.CASES), progress))
-    return 0
+    cases = [case for case in compiled_kernels.CASES if case.name in arguments.cases]
+    rows = compiled_kernels.measure(arguments.capabilities, cases, arguments.options, progress)
+    print(compiled_kernels.table(arguments.capabilities, rows))
+    faults = compiled_kernels.faults(rows)
+    for fault in faults:
+        print(f"\n{fault}")
+    return 1 if faults else 0
 
 
 def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -256,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "run":
         return run(parser, arguments, argv)
     if arguments.command == "kernels" and arguments.compiled:
-        return compile_kernels(arguments.capabilities)
+        return compile_kernels(arguments)
     if arguments.command == "kernels":
         return time_kernels(parser, arguments)
     if arguments.command == "list":

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,11 @@ import torch
 # Bytes of shared memory that a thread block may have, by compute capability: A100; RTX 3090 and, with as much, 4090
 # (8.9); H100; B200; RTX 5090.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# Columns of tensor memory of a multiprocessor of capability 10.0.
+TENSOR_MEMORY = 512
+# Bytes that a thread may spill from its registers: twice the most that was seen with any size, dtype, option and
+# capability. Tiles that are too large spill 5,000 and more.
+STACK = 2048
 
 
 class Case(NamedTuple):
@@ -46,10 +51,16 @@ CASES = (
 )
 
 
+OPTIONS = ("plain", "masked, dropout")
+
+
 class Resources(NamedTuple):
-    """Of a compiled kernel: registers a thread, bytes of shared memory a block, columns of tensor memory (10.0 alone has
-    it), bytes of stack a thread, into which registers spill, and barriers in the PTX, each counted once, however often
-    a loop comes to it. All None where the kernel does not compile."""
+    """What a compiled kernel takes; all None where it does not compile.
+
+    registers: of a thread. shared: bytes of shared memory of a block. tensor_memory: columns, 0 but for capability
+    10.0. stack: bytes of a thread, into which registers spill. barriers: in the PTX, each counted once, however often
+    a loop comes to it.
+    """
 
     registers: int | None = None
     shared: int | None = None
@@ -90,9 +101,11 @@ def measure_resources(kernel: Any) -> Resources:
     return Resources(registers, kernel.metadata.shared, kernel.metadata.tmem_size or 0, stack, barriers)
 
 
-def compile_case(capability: int, case: Case) -> Iterator[tuple[str, str, Resources]]:
-    """(kernel, its options, its resources) of a forward and a backward pass, with neither mask nor dropout and with
-    both; a kernel that is launched twice comes twice."""
+def compile_case(capability: int, case: Case, options: str) -> list[tuple[str, Resources]]:
+    """(kernel, its resources) of a forward and a backward pass; a kernel that is launched twice comes twice.
+
+    options: "plain", with neither mask nor dropout, or "masked, dropout", with both.
+    """
     import triton
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -102,18 +115,17 @@ def compile_case(capability: int, case: Case) -> Iterator[tuple[str, str, Resour
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Kernels are compiled where TRITON_INTERPRET is not set: unset it.")
-    compiled: list[tuple[str, str, Resources]] = []
+    compiled: list[tuple[str, Resources]] = []
     run: Callable = JITFunction.run
-    options = ""
 
     def compile_only(self, *arguments, grid, warmup, **given):
         try:
             kernel = run(self, *arguments, grid=grid, warmup=True, **given)
         except Exception as error:  # whatever a compiler raises
             print(f"{self.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
-            compiled.append((self.__name__, options, Resources()))
+            compiled.append((self.__name__, Resources()))
         else:
-            compiled.append((self.__name__, options, measure_resources(kernel)))
+            compiled.append((self.__name__, measure_resources(kernel)))
 
     dtype = getattr(torch, case.dtype)
     states = [torch.randn(1, LENGTH, 2, case.dim).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
@@ -123,33 +135,60 @@ def compile_case(capability: int, case: Case) -> Iterator[tuple[str, str, Resour
         JITFunction.run = compile_only
         driver.set_active(AbsentGPU(capability))
         DEVICE_TYPES.add("cpu")
-        for options, mask, dropout_p in (
-            ("plain", None, 0.0),
-            ("masked, dropout", torch.arange(LENGTH)[None] < LENGTH - 10, 0.1),
-        ):
-            kernels.nystrom_attention(
-                *states, mask, num_landmarks=case.landmarks, conv_weight=weight, dropout_p=dropout_p
-            ).sum().backward()
+        mask, dropout_p = (None, 0.0) if options == "plain" else (torch.arange(LENGTH)[None] < LENGTH - 10, 0.1)
+        kernels.nystrom_attention(
+            *states, mask, num_landmarks=case.landmarks, conv_weight=weight, dropout_p=dropout_p
+        ).sum().backward()
     finally:
         JITFunction.run = run
         driver._active = driver_before
         if not on_cpu:
             DEVICE_TYPES.discard("cpu")
-    yield from compiled
+    return compiled
 
 
-def table(capabilities: list[int], cases: list[Case], report: Callable[[str], None]) -> str:
-    """A Markdown table: a line for each kernel, case and options, a column for each capability.
+Table = dict[tuple[str, str, str], dict[int, Resources]]
+
+
+def measure(capabilities: list[int], cases: list[Case], options: list[str], report: Callable[[str], None]) -> Table:
+    """Resources by (kernel, case, options) and capability, of those that kernels take the case on.
 
     Of a kernel that is compiled in two ways for one case, the larger of each number.
     """
-    rows: dict[tuple[str, str, str], dict[int, Resources]] = {}
+    rows: Table = {}
     for case in cases:
         for capability in capabilities:
+            if capability == 100 and case.landmarks > 64:
+                continue  # refused, see `inputs.py`
             report(f"compiling {case.name} for capability {capability / 10}")
-            for kernel, options, found in compile_case(capability, case):
-                row = rows.setdefault((kernel.strip("_"), case.name, options), {})
-                row[capability] = larger(row.get(capability, found), found)
+            for option in options:
+                for kernel, found in compile_case(capability, case, option):
+                    row = rows.setdefault((kernel.strip("_").removesuffix("_kernel"), case.name, option), {})
+                    row[capability] = larger(row.get(capability, found), found)
+    return rows
+
+
+def faults(rows: Table) -> list[str]:
+    """What does not compile or takes more than a GPU has or more than is sensible; empty if all is well."""
+    found = []
+    for (kernel, case, options), row in rows.items():
+        for capability, taken in row.items():
+            where = f"{kernel}, {case}, {options}, capability {capability / 10}"
+            if taken.registers is None:
+                found.append(f"{where}: does not compile")
+                continue
+            for name, most in (
+                ("shared", SHARED_MEMORY[capability]),
+                ("tensor_memory", TENSOR_MEMORY),
+                ("stack", STACK),
+            ):
+                if getattr(taken, name) > most:
+                    found.append(f"{where}: {name} {getattr(taken, name)}, above {most}")
+    return found
+
+
+def table(capabilities: list[int], rows: Table) -> str:
+    """A Markdown table: a line for each kernel, case and options, a column for each capability."""
     heading = ["kernel", "case", "options", *(f"{capability / 10}" for capability in capabilities)]
     lines = [heading, ["---"] * 3 + ["---:"] * len(capabilities)]
     for (kernel, case_name, options), found in rows.items():
@@ -164,7 +203,7 @@ def larger(first: Resources, second: Resources) -> Resources:
 
 
 def describe(found: Resources | None) -> str:
-    """registers / KiB of shared memory / bytes of stack / barriers, and the columns of tensor memory where there are."""
+    """registers / KiB of shared memory / bytes of stack / barriers, and where there are columns of tensor memory."""
     if found is None:
         return ""
     if found.registers is None:

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from benchmarks.exact import AGAINST_EXACT, EXACT, merge_heads, softmax_attention_chunked, split_heads
 from benchmarks.nystrom import Given
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
-from nystrom_models.models.attention_linformer import linformer_attention, linformer_attention_reference
+from nystrom_models.models.attention_linformer import linformer_attention_reference, project
+from nystrom_models.models.masked_attention import attend as softmax_attention
 
 
 def draw_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
@@ -59,24 +60,29 @@ def project_output(context: Tensor, inputs: Inputs) -> Tensor:
     return F.linear(context, inputs["output_weight"], inputs["output_bias"])
 
 
-def attend(function, setting: Setting, inputs: Inputs) -> Tensor:
-    hidden_states = inputs["hidden_states"]
+def attend(setting: Setting, inputs: Inputs) -> Tensor:
+    """As our models do: projected along the tokens first, then by the key and value layers."""
     query = split_heads(project_query(inputs), setting.num_heads)
-    context = function(
-        query,
-        hidden_states,
-        inputs["key_weight"],
-        inputs["value_weight"],
-        None,
-        None,
-        inputs["key_projection"],
-        inputs.get("value_projection", inputs["key_projection"]),
-    )
+    slots = {
+        name: project(inputs["hidden_states"], inputs[name], "linear", None, None)
+        for name in ("key_projection", "value_projection")
+        if name in inputs
+    }
+    key = F.linear(slots["key_projection"], inputs["key_weight"])
+    value = F.linear(slots.get("value_projection", slots["key_projection"]), inputs["value_weight"])
+    context = softmax_attention(query, split_heads(key, setting.num_heads), split_heads(value, setting.num_heads))
     return project_output(context, inputs)
 
 
 def reference(setting: Setting, inputs: Inputs) -> Tensor:
-    return attend(linformer_attention_reference, setting, inputs)
+    """As in the paper: by the key and value layers first."""
+    key_projection = inputs["key_projection"]
+    context = linformer_attention_reference(
+        *project_tokens(setting, inputs),
+        key_projection=key_projection,
+        value_projection=inputs.get("value_projection", key_projection),
+    )
+    return project_output(context, inputs)
 
 
 def project_tokens(setting: Setting, inputs: Inputs) -> list[Tensor]:
@@ -115,11 +121,11 @@ def adopt(setting: Setting, parameter: Tensor, values: Tensor) -> Tensor:
 def add_contenders(workload: Workload) -> Workload:
     @workload.contender("ours", ours=True)
     def ours(setting, inputs):
-        return Prepared(lambda: attend(linformer_attention, setting, inputs))
+        return Prepared(lambda: attend(setting, inputs))
 
     @workload.contender("ours-reference", ours=True)
     def ours_reference(setting, inputs):
-        return Prepared(lambda: attend(linformer_attention_reference, setting, inputs))
+        return Prepared(lambda: reference(setting, inputs))
 
     @workload.contender("linformer", requires=("linformer",))
     def linformer_package(setting, inputs):

@@ -69,13 +69,13 @@ def seeded(setting: Setting, build: Callable[[], nn.Module], dtype: torch.dtype 
     return model.to(setting.device, setting.dtype).to(dtype or setting.dtype).eval()
 
 
-def nystromformer(setting: Setting, attention: str = "sdpa", **options) -> nn.Module:
+def nystromformer(setting: Setting, attention: str | None = None, **options) -> nn.Module:
     options = {"num_landmarks": setting.num_landmarks, "conv_kernel_size": setting.conv_kernel_size, **options}
     config = NystromformerConfig(**sizes(setting), **options, attn_implementation=attention)
     return NystromformerModel(config, add_pooling_layer=False)
 
 
-def linformer(setting: Setting, attention: str = "sdpa") -> nn.Module:
+def linformer(setting: Setting, attention: str | None = None) -> nn.Module:
     # Its slots are sums of all tokens: with wider weights it magnifies roundings a hundredfold in twelve layers.
     fields = sizes(setting) | {"initializer_range": 0.02, "projected_dim": setting.projected_dim}
     return LinformerModel(LinformerConfig(**fields, attn_implementation=attention), add_pooling_layer=False)

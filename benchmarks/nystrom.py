@@ -18,8 +18,8 @@ from benchmarks import causal_linear
 from benchmarks.exact import AGAINST_EXACT, EXACT, merge_heads, softmax_attention_chunked, split_heads
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models import kernels
-from nystrom_models.models import attention_nystrom
 from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
+from nystrom_models.models.depthwise_convolution import depthwise_convolution
 
 JUDGED_BY_HEAD = (
     "run one head at a time; timed on all heads together, where its pseudo-inverse starts from a maximum over batch "
@@ -53,13 +53,34 @@ def draw_convolution(setting: Setting, generator: torch.Generator) -> Tensor:
 
 
 def attend(function, setting: Setting, inputs: Inputs) -> Tensor:
+    """By a function that takes the convolution's weight, too."""
     query, key, value = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
     context = function(query, key, value, num_landmarks=setting.num_landmarks, conv_weight=inputs.get("conv_weight"))
     return merge_heads(context)
 
 
+def with_convolution(function, value: Tensor, conv_weight: Tensor | None, *arguments, **options) -> Tensor:
+    skip = None if conv_weight is None else depthwise_convolution(value, conv_weight)
+    return function(*arguments, value, skip=skip, **options)
+
+
+def in_pytorch(query: Tensor, key: Tensor, value: Tensor, conv_weight: Tensor | None = None, **options) -> Tensor:
+    """Nyström attention of PyTorch's operations, on a GPU too."""
+    return with_convolution(nystrom_attention, value, conv_weight, query, key, **options)
+
+
+def readable(query: Tensor, key: Tensor, value: Tensor, conv_weight: Tensor | None = None, **options) -> Tensor:
+    return with_convolution(nystrom_attention_reference, value, conv_weight, query, key, **options)
+
+
+def as_in_a_model(*tensors: Tensor, **options) -> Tensor:
+    """By kernels where they apply, as a model on a GPU does, else in PyTorch's operations."""
+    context = kernels.nystrom_attention_if_possible(*tensors, **options)
+    return in_pytorch(*tensors, **options) if context is None else context
+
+
 def reference(setting: Setting, inputs: Inputs) -> Tensor:
-    return attend(nystrom_attention_reference, setting, inputs)
+    return attend(readable, setting, inputs)
 
 
 def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
@@ -84,15 +105,6 @@ def needs_kernels(setting: Setting) -> str | None:
         setting.batch_size, setting.length, setting.num_heads, setting.head_dim, dtype=setting.dtype, device="cuda"
     ).transpose(1, 2)
     return kernels.why_not(states, states, states, num_landmarks=setting.num_landmarks)
-
-
-def without_kernels(*arguments, **options) -> Tensor:
-    """Nyström attention of PyTorch's operations, on a GPU too."""
-    hung, attention_nystrom.fast_kernels = attention_nystrom.fast_kernels, None
-    try:
-        return nystrom_attention(*arguments, **options)
-    finally:
-        attention_nystrom.fast_kernels = hung
 
 
 def needs_cuda_forward(setting: Setting) -> str | None:
@@ -199,11 +211,11 @@ def pack(inputs: Inputs) -> Tensor:
 def add_contenders(workload: Workload) -> Workload:
     @workload.contender("ours", ours=True)
     def ours(setting, inputs):
-        return Prepared(lambda: attend(nystrom_attention, setting, inputs))
+        return Prepared(lambda: attend(as_in_a_model, setting, inputs))
 
     @workload.contender("ours-reference", ours=True)
     def ours_reference(setting, inputs):
-        return Prepared(lambda: attend(nystrom_attention_reference, setting, inputs))
+        return Prepared(lambda: reference(setting, inputs))
 
     @workload.contender("ours-kernels", ours=True, refuses=needs_kernels)
     def ours_kernels(setting, inputs):
@@ -211,7 +223,7 @@ def add_contenders(workload: Workload) -> Workload:
 
     @workload.contender("ours-pytorch", ours=True, refuses=needs_cuda)
     def ours_pytorch(setting, inputs):
-        return Prepared(lambda: attend(without_kernels, setting, inputs))
+        return Prepared(lambda: attend(in_pytorch, setting, inputs))
 
     @workload.contender(
         "memory-floor",

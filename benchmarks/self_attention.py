@@ -23,8 +23,6 @@ from benchmarks.exact import (
     split_heads,
 )
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
-from nystrom_models.models.attention_linformer import linformer_attention, linformer_attention_reference
-from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
 
 LANDMARKS = (64, 32)
 PROJECTED = (256, 128)
@@ -48,9 +46,9 @@ def nystromformer(function, setting: Setting, inputs: Inputs, landmarks: int) ->
     return linformer.project_output(context, inputs)
 
 
-def linformer_with(function, setting: Setting, inputs: Inputs, size: int) -> Tensor:
+def linformer_with(attend, setting: Setting, inputs: Inputs, size: int) -> Tensor:
     projections = {f"{name}_projection": inputs[f"{name}_projection_{size}"] for name in ("key", "value")}
-    return linformer.attend(function, setting, inputs | projections)
+    return attend(setting, inputs | projections)
 
 
 def window_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -84,8 +82,8 @@ self_attention = register(
 
 # name, module, attention, its reference, size
 OURS = (
-    *((f"nystromformer-{m}", nystromformer, nystrom_attention, nystrom_attention_reference, m) for m in LANDMARKS),
-    *((f"linformer-{k}", linformer_with, linformer_attention, linformer_attention_reference, k) for k in PROJECTED),
+    *((f"nystromformer-{m}", nystromformer, nystrom.as_in_a_model, nystrom.readable, m) for m in LANDMARKS),
+    *((f"linformer-{k}", linformer_with, linformer.attend, linformer.reference, k) for k in PROJECTED),
 )
 
 for name, module, function, reference, size in OURS:

@@ -22,13 +22,13 @@ import transformers
 from onnxruntime.quantization import quantize_dynamic
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, HfArgumentParser, PreTrainedModel
 
+import nystrom_models
 from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.data.classification import TextTask
 from nystrom_models.data.files import load_files
 from nystrom_models.deployment import export_onnx
-from nystrom_models.models.encoder import AUTO_CLASSES
 from nystrom_models.training.finetuning import evaluate_predictions
 from nystrom_models.training.results import write_results
 
@@ -83,11 +83,10 @@ def load_model(args: ExportArguments) -> PreTrainedModel:
     """The model with the head of --task, or that it was saved with."""
     config = AutoConfig.from_pretrained(args.model_name_or_path)
     if args.task is not None:
-        auto_class = TASKS[args.task]
+        model_class = getattr(transformers, TASKS[args.task])
     else:
-        saved = (config.architectures or ["Model"])[0]
-        auto_class = next(auto for auto, ending in reversed(AUTO_CLASSES.items()) if saved.endswith(ending))
-    return getattr(transformers, auto_class).from_pretrained(args.model_name_or_path, dtype=torch.float32).eval()
+        model_class = getattr(nystrom_models, config.architectures[0]) if config.architectures else AutoModel
+    return model_class.from_pretrained(args.model_name_or_path, dtype=torch.float32).eval()
 
 
 def onnx_engine(path: Path) -> Engine:

@@ -2,17 +2,18 @@
 """What the documents say holds: the README's Python runs, and names and tables are those of the code."""
 
 import ast
+import dataclasses
 import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 import nystrom_models
 from benchmarks import capabilities
 from nystrom_models.data import train_tokenizer
-from nystrom_models.models.configuration_encoder import EncoderConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -92,8 +93,11 @@ def test_the_option_tables_hold_every_field_and_its_default(family):
             defaults = defaults.split(", Linformer ")[-1 if family == "Linformer" else 0]
         described |= dict(zip(names, defaults.split(", "), strict=True))
     config = FAMILIES[family]()
-    fields = EncoderConfig.__annotations__.keys() | FAMILIES[family].__annotations__.keys()
-    for name in fields - {"is_decoder", "add_cross_attention", "model_type"}:  # fixed, for an encoder
+    own = {item.name for item in dataclasses.fields(config)} - {
+        item.name for item in dataclasses.fields(PreTrainedConfig)
+    }
+    # What tells an encoder from a decoder is fixed; token ids are fields of every configuration.
+    for name in own - {"is_decoder", "add_cross_attention"} | {"pad_token_id", "bos_token_id", "eos_token_id"}:
         assert ast.literal_eval(described[name].strip("`")) == getattr(config, name), name
     known = set().union(*(config_class().to_dict() for config_class in FAMILIES.values()))
     assert described.keys() <= known
@@ -122,6 +126,24 @@ def test_contributing_names_every_source_file_and_folder():
     ]
     missing |= {f"{path.parent.name}/" for path in files if f"{path.parent.name}/" not in CONTRIBUTING}
     assert not missing
+
+
+def rooms():
+    """The files of models/, room by room, as CONTRIBUTING.md draws them."""
+    drawn = CONTRIBUTING.split("## The house")[1].split("A call goes down once")[0]
+    return [line.split() for line in drawn.splitlines() if line.startswith(" " * 8)]
+
+
+def test_files_of_models_know_only_rooms_above_their_own():
+    folder = ROOT / "src/nystrom_models/models"
+    order = [name for room in rooms() for name in room]
+    assert set(order) == {path.stem for path in folder.glob("*.py")} - {"__init__"} and len(order) == len(set(order))
+    for place, name in enumerate(order):
+        text = (folder / f"{name}.py").read_text(encoding="utf-8")
+        known = set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE))
+        assert known <= set(order[:place]), (name, known - set(order[:place]))
+        assert not re.search(r"^\s*(from \.\.|from \. import|(from|import) nystrom_models)", text, re.MULTILINE), name
+        assert len(text.splitlines()) <= 500, name
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])

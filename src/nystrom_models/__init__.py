@@ -26,7 +26,7 @@ from .models.modeling_nystromformer import (
     NystromformerModel,
     NystromformerPreTrainedModel,
 )
-from .registration import register
+from .registration import register, unregister
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,8 @@ __all__ = [
     "NystromformerForTokenClassification",
     "NystromformerModel",
     "NystromformerPreTrainedModel",
+    "register",
+    "unregister",
 ]
 
 register()

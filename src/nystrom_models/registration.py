@@ -1,35 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the families with the Auto classes of Transformers, and the kernels with the attention they compute."""
+"""Registers the families with the Auto classes of Transformers, and the attention kernels by their name."""
 
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from .kernels import nystrom_attention_if_possible
-from .models import attention_nystrom, modeling_linformer, modeling_nystromformer
-from .models.configuration_linformer import LinformerConfig
-from .models.configuration_nystromformer import NystromformerConfig
-from .models.encoder import AUTO_CLASSES
+from .kernels.interface import NystromTriton
+from .models.modeling_base import BasePreTrainedModel
+from .models.modeling_linformer import LinformerPreTrainedModel
+from .models.modeling_nystromformer import NystromformerPreTrainedModel
 
-FAMILIES = (
-    (NystromformerConfig, modeling_nystromformer),
-    (LinformerConfig, modeling_linformer),
-)
+FAMILIES: tuple[type[BasePreTrainedModel], ...] = (NystromformerPreTrainedModel, LinformerPreTrainedModel)
 
 
 def register() -> None:
     """Make every Auto class give this package's classes, also for the built-in `nystromformer`, process-wide.
 
-    Nyström attention then uses the Triton kernels where they apply.
+    Importing the package does this. `attn_implementation="nystrom_triton"` is then known, too.
     """
-    attention_nystrom.fast_kernels = nystrom_attention_if_possible
-    for config_class, module in FAMILIES:
+    AttentionInterface.register(NystromTriton.name, NystromTriton())
+    for family in FAMILIES:
+        config_class = family.config_class
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         config_class.register_for_auto_class()
-        AutoTokenizer.register(config_class, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
-        family = config_class.__name__.removesuffix("Config")
-        for auto_name, ending in AUTO_CLASSES.items():
-            model_class = getattr(module, family + ending)
+        AutoTokenizer.register(config_class, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
+        for auto_name, model_class in family.auto_classes.items():
             getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
             # Its saved checkpoints then carry their code; the first Auto class of a model is the general one.
             if model_class._auto_class is None:
                 model_class.register_for_auto_class(auto_name)
+
+
+def unregister() -> None:
+    """Undo `register`: the Auto classes give Transformers' own Nyströmformer again, and know no other family of ours.
+
+    Models that exist, the classes of this package by name and its kernels work on. `register()` undoes this.
+    """
+    for family in FAMILIES:
+        config_class = family.config_class
+        CONFIG_MAPPING._extra_content.pop(config_class.model_type, None)
+        TOKENIZER_MAPPING._extra_content.pop(config_class, None)
+        for auto_name in family.auto_classes:
+            getattr(transformers, auto_name)._model_mapping._extra_content.pop(config_class, None)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers' common tests on every family and head, with rows shorter and rows longer than the landmarks or k."""
 
+import inspect
 import unittest
 from unittest import mock
 
 import torch
 import transformers
+from accelerate import infer_auto_device_map
 from transformers.models.auto import modeling_auto
 
 import nystrom_models
@@ -72,6 +74,27 @@ class ModelTester:
         return self.get_config(), inputs
 
 
+def load_with_the_cpu_as_accelerator(load, model_class, folder, *, device_map, max_memory, **kwargs):
+    """`from_pretrained` with device_map="auto", where the CPU is device 0, and what is offloaded lies on the disk."""
+    assert device_map == "auto"
+    with torch.device("meta"):
+        empty = model_class(model_class.config_class.from_pretrained(folder))
+    empty.tie_weights()
+    places = infer_auto_device_map(empty, max_memory, no_split_module_classes=model_class._no_split_modules)
+    here = {name: "cpu" if place == 0 else "disk" for name, place in places.items()}
+    model = load(model_class, folder, device_map=here, **kwargs)
+    model.hf_device_map = dict(places)
+    return model
+
+
+def parents(name):
+    """a.b.c, a.b, a and the empty name."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
 class CommonTests(modeling_common.ModelTesterMixin):
     test_can_init_all_missing_weights_before_2023 = True
 
@@ -102,6 +125,33 @@ class CommonTests(modeling_common.ModelTesterMixin):
 
     def test_config(self):
         configuration_common.ConfigTester(self, self.config_class, **SMALL, **self.options).run_common_tests()
+
+    def test_cpu_offload(self):
+        self.run_offload_test("test_cpu_offload")
+
+    def test_disk_offload_bin(self):
+        self.run_offload_test("test_disk_offload_bin")
+
+    def test_disk_offload_safetensors(self):
+        self.run_offload_test("test_disk_offload_safetensors")
+
+    def run_offload_test(self, name):
+        """A common test that skips itself where there is no accelerator, with the CPU in its place."""
+        base = getattr(nystrom_models, f"{self.family}PreTrainedModel")
+        load = base.from_pretrained.__func__
+
+        @classmethod
+        def placed(model_class, *args, **kwargs):
+            return load_with_the_cpu_as_accelerator(load, model_class, *args, **kwargs)
+
+        with mock.patch.object(base, "from_pretrained", placed):
+            inspect.unwrap(getattr(modeling_common.ModelTesterMixin, name))(self)
+
+    def check_device_map_is_respected(self, model, device_map):
+        """As the common tests', but device 0 is the CPU."""
+        for name, parameter in model.named_parameters():
+            place = next(device_map[part] for part in parents(name) if part in device_map)
+            self.assertEqual(parameter.device.type, "cpu" if place == 0 else "meta", name)
 
     def test_model_weights_reload_no_missing_tied_weights(self):
         # It loads a checkpoint that holds none of the model's weights, which this package refuses otherwise.

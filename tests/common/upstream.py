@@ -36,7 +36,7 @@ class ExportTesterMixin:
 
 
 class GenerationTesterMixin:
-    """The encoders do not generate; a test asserts that no class of theirs inherits this."""
+    """The encoders do not generate."""
 
 
 STAND_INS = {

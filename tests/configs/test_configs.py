@@ -10,7 +10,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoConfig, AutoModelForPreTraining
 
 import nystrom_models
-from nystrom_models.models.encoder import EncoderPreTrainedModel
+from nystrom_models.models.modeling_base import BasePreTrainedModel
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments
 from nystrom_models.training.grid import parse_grid
@@ -96,4 +96,4 @@ def test_launch_file_is_what_accelerate_reads(path):
     assert launch.distributed_type == content["distributed_type"] and launch.mixed_precision == "bf16"
     if "fsdp_config" in content:
         wrapped = content["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
-        assert wrapped in EncoderPreTrainedModel._no_split_modules
+        assert wrapped in BasePreTrainedModel._no_split_modules

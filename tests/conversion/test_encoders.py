@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT and RoBERTa checkpoints turned into models of this package, against the checkpoints themselves."""
+"""Checkpoints turned into models of this package, against the checkpoints themselves."""
 
 import copy
 
@@ -18,6 +18,8 @@ from transformers import (
     RobertaConfig,
     RobertaTokenizer,
 )
+from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
+from transformers.models.nystromformer import NystromformerForMaskedLM as BuiltInForMaskedLM
 
 from nystrom_models import LinformerConfig, NystromformerConfig, NystromformerForPreTraining
 from nystrom_models.conversion import convert, convert_checkpoint, converted_config
@@ -118,6 +120,39 @@ def test_up_to_its_landmarks_it_is_the_source_and_then_learns(family, head, tmp_
         assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters() if parameter.requires_grad)
         optimizer.step()
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("built_in", [False, True], ids=["ours", "built-in"])
+@torch.no_grad()
+def test_a_nystromformer_gets_more_positions(built_in, tmp_path):
+    """Also one that Transformers' own class saved; up to the landmarks, or exact, it is the same function."""
+    fields = TINY | {"max_position_embeddings": LENGTH, "num_landmarks": 64, "conv_kernel_size": 5}
+    if built_in:
+        source = BuiltInForMaskedLM(BuiltInConfig(**fields, segment_means_seq_len=64)).eval()
+    else:
+        source = NystromformerForPreTraining(NystromformerConfig(**fields)).eval()
+    source.save_pretrained(tmp_path)
+    config = converted_config(tmp_path, max_position_embeddings=100)
+    assert (config.conv_kernel_size, config.num_landmarks, config.max_position_embeddings) == (5, 64, 100)
+    model, report = convert(tmp_path, config, output_loading_info=True)
+    ids = torch.randint(3, 99, (2, LENGTH))
+    assert relative_error(model(ids).prediction_logits, source(ids)[0]) < 1e-5
+    assert model(torch.randint(3, 99, (1, 100))).prediction_logits.isfinite().all()
+    if not built_in:
+        assert report["missing_keys"] == report["unexpected_keys"] == []
+        assert relative_error(model(ids).sop_logits, source(ids).sop_logits) < 1e-5
+    # As a Linformer, whose positions start at 0; its convolution is left behind.
+    linformer, report = convert(
+        tmp_path, converted_config(tmp_path, "linformer", projected_dim=8), output_loading_info=True
+    )
+    assert any("sequence_projection" in name for name in report["missing_keys"])
+    assert all(".conv." in name or ".conv" in name for name in report["unexpected_keys"])
+    table = linformer.get_position_embeddings().weight
+    assert torch.equal(table, source.base_model.embeddings.position_embeddings.weight[2:])
+    with pytest.raises(ValueError, match="set conv_kernel_size=5"):
+        convert(tmp_path, converted_config(tmp_path, conv_kernel_size=7))
+    with pytest.raises(ValueError, match="layer_norm_position='pre'"):
+        convert(tmp_path, converted_config(tmp_path, layer_norm_position="pre"))
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
@@ -284,7 +319,7 @@ def test_fields_come_from_the_source(tmp_path):
     with pytest.raises(ValueError, match="use one of nystromformer, linformer"):
         converted_config(source, "longformer")
     with pytest.raises(ValueError, match="give a checkpoint of bert, roberta"):
-        converted_config(NystromformerConfig())
+        converted_config(LinformerConfig())
     with pytest.raises(ValueError, match="is_decoder=False"):
         converted_config(BertConfig(is_decoder=True))
 

@@ -106,13 +106,12 @@ def test_multiple_choice_has_a_third_axis_and_hidden_states_their_names(tmp_path
     ("change", "arguments", "message"),
     [
         (lambda model: model.train(), {}, r"model.eval\(\)"),
-        (lambda model: model.set_attn_implementation("eager"), {}, r'set_attn_implementation\("sdpa"\)'),
         (lambda model: model.config.__dict__.update(_output_attentions=True), {}, "output_attentions = False"),
         (lambda model: model.bfloat16(), {}, r"model.float\(\)"),
         (lambda model: None, {"opset_version": 23}, "18 to 22"),
         (lambda model: None, {"input_names": ["input_ids", "labels"]}, "labels"),
     ],
-    ids=["training", "eager", "attentions", "bfloat16", "opset", "inputs"],
+    ids=["training", "attentions", "bfloat16", "opset", "inputs"],
 )
 def test_what_cannot_be_exported_is_refused(change, arguments, message, tmp_path):
     model = small("linformer-layerwise", "Model")

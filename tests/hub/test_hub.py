@@ -96,14 +96,14 @@ def test_pushed_then_loaded_in_another_process(hub, client, classifier, fill_mas
     first, second = client(PUSH, str(fill_mask), str(classifier))
     assert digests(classifier) == before
 
-    code = {"encoder.py", "attention_ops.py", "configuration_encoder.py", "tokenizer.json", "README.md", "config.json"}
+    code = {"layers.py", "batch.py", "configuration_base.py", "tokenizer.json", "README.md", "config.json"}
     assert code | {"modeling_nystromformer.py"} <= hub.repositories["ada/masks"].files.keys()
     assert code | {"modeling_linformer.py"} <= hub.repositories["ada/sentences"].files.keys()
     finished = hub.repositories["ada/finished"]
     # All that lies at the top of the folder, and neither checkpoints nor hidden files; the second push had no news.
     assert finished.files.keys() - {".gitattributes"} == {path.name for path in classifier.glob("[!.]*.*")}
     assert finished.private and first == second and len(finished.commits) == 2
-    assert finished.files["model.safetensors"].lfs and not finished.files["encoder.py"].lfs
+    assert finished.files["model.safetensors"].lfs and not finished.files["layers.py"].lfs
     assert finished.files["README.md"].content == (classifier / "README.md").read_bytes()
 
     text = "the rain and the old [MASK]"
@@ -133,7 +133,7 @@ def test_a_script_pushes_what_its_run_leaves(hub, client, rows, fill_mask, tmp_p
     options += ["--push_to_hub", "--hub_token", "token-of-ada", "--checkpointing_steps", 2, "--with_tracking"]
     scores = client(RUN, str(EXAMPLES), *map(str, options), token="")
     pushed = hub.repositories["ada/talk"].files
-    left = {"all_results.json", "history.jsonl", "training_curve.png", "README.md", "model.safetensors", "encoder.py"}
+    left = {"all_results.json", "history.jsonl", "training_curve.png", "README.md", "model.safetensors", "layers.py"}
     assert left <= pushed.keys() and not any("/" in name for name in pushed)
     assert not any(b"token-of-ada" in file.content for file in pushed.values())
     assert json.loads(pushed["all_results.json"].content)["results"]["validation"] == scores

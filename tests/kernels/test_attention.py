@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nystrom_models import kernels
-from nystrom_models.models.attention_nystrom import nystrom_attention_reference
+from tests.kernels.functions import nystrom_attention_reference
 from tests.kernels.helpers import DEVICE, DIM, HEADS, M, check, draw, draw_heads, ragged
 from tests.models.options import TOLERANCE, relative_error
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels compile to machine code that fits on a GPU, which needs no GPU; the interpreter is more lenient."""
+"""The kernels compile to machine code that fits on a GPU, which needs no GPU; the interpreter is more lenient.
+
+These are the sizes of published models and the largest, on the GPUs that have least; all sizes and options for all of
+them: `python -m benchmarks kernels --compiled`, which fails by the same bounds.
+"""
 
 import os
 import subprocess
@@ -8,11 +12,53 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compiled_kernels import CASES, SHARED_MEMORY, TENSOR_MEMORY
+from benchmarks.compiled_kernels import STACK, TENSOR_MEMORY, Resources, faults
 
 pytest.importorskip("triton.backends.nvidia", reason="no Triton for NVIDIA")
 
-# Bytes that a thread may spill from its registers, by stage: about four times the most that any size, dtype, option and
-# capability was seen to spill. Tiles that are too large spill 5,000 and more.
-STACK = {"pseudo_inverse_fwd": 2048, "pseudo_inverse_bwd": 4096}
-STACK_OF_OTHERS = 1024
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [
+        ("bfloat16-64x64", 86),
+        pytest.param("bfloat16-128x64", 120, marks=pytest.mark.slow),
+        pytest.param("bfloat16-64x64", 100, marks=pytest.mark.slow),
+        pytest.param("float32-32x128", 80, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_and_fits(case, capability, tmp_path):
+    """With mask and dropout, forward and backward."""
+    command = ["kernels", "--compiled", "--options", "masked, dropout"]
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *command, "--cases", case, "--capabilities", str(capability)],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    stages = ("landmarks", "landmark_attention", "pseudo_inverse", "token_attention", "convolution")
+    for name in [f"{stage}_{way}" for stage in stages for way in ("fwd", "bwd")]:
+        # The convolution goes forward in token_attention.
+        assert name == "convolution_fwd" or f"| {name}" in result.stdout, name
+
+
+@pytest.mark.parametrize(
+    ("taken", "word"),
+    [
+        (Resources(), "does not compile"),
+        (Resources(255, 100 << 10, 0, 0, 3), "shared"),
+        (Resources(255, 0, 0, STACK + 1, 3), "stack"),
+        (Resources(255, 0, TENSOR_MEMORY + 1, 0, 3), "tensor_memory"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_a_fault(taken, word):
+    key = ("kernel", "case", "plain")
+    assert not faults({key: {86: Resources(255, 99 << 10, TENSOR_MEMORY, STACK, 9)}})
+    (fault,) = faults({key: {86: taken}})
+    assert word in fault and "8.6" in fault

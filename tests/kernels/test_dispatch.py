@@ -6,13 +6,14 @@ import sys
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 import nystrom_models
 from nystrom_models import kernels
 from nystrom_models.kernels import device
+from nystrom_models.kernels.interface import NystromTriton
 from nystrom_models.kernels.nystrom import dispatch, first_try, inputs
-from nystrom_models.models import attention_nystrom
-from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
+from tests.kernels.functions import nystrom_attention, nystrom_attention_reference
 from tests.kernels.helpers import DEVICE, DIM, HEADS, M, draw, draw_heads, ragged, rows_of
 from tests.models.options import TINY, TOLERANCE, relative_error
 
@@ -189,13 +190,15 @@ def test_exported_graphs_run_where_this_package_is_not():
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_a_model_uses_them_where_it_can(training, said, ran, monkeypatch):
-    """What they do not take turns them down, with one line in the log."""
+    """By their name; what they do not take is computed by PyTorch's operations, with one line in the log."""
     config = nystrom_models.NystromformerConfig(
         **TINY | {"num_hidden_layers": 1, "num_attention_heads": 2, "attention_probs_dropout_prob": 0.1},
         num_landmarks=M,
         conv_kernel_size=5,
     )
+    monkeypatch.setattr(NystromTriton, "why_not_here", lambda self: None)
     model = nystrom_models.NystromformerModel(config).to(DEVICE).train(training)
+    assert model.config._attn_implementation == NystromTriton.name
     ids = torch.randint(3, 99, (2, 14), device=DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -206,11 +209,28 @@ def test_a_model_uses_them_where_it_can(training, said, ran, monkeypatch):
         assert len(ran) == 3 and torch.equal(states, again) != training
         model.double()(ids, attention_mask=mask)
         assert len(ran) == 3 and len(said) == 1 and "float16, bfloat16 or float32" in said[0]
-        monkeypatch.setattr(attention_nystrom, "fast_kernels", None)
-        expected = model.float()(ids, attention_mask=mask).last_hidden_state
+        model.float()
+        model.set_attn_implementation("sdpa")
+        expected = model(ids, attention_mask=mask).last_hidden_state
         assert len(ran) == 3 and len(said) == 1
     valid = mask.bool()
     assert training or relative_error(states[valid], expected[valid]) < TOLERANCE[torch.float32]
+
+
+def test_what_cannot_run_here_is_refused_by_name(monkeypatch):
+    """Where there is no GPU, the kernels are not the default, and who asks for them is told why they cannot run."""
+    config = nystrom_models.NystromformerConfig(**TINY)
+    reason = "there is no CUDA device"
+    monkeypatch.setattr(NystromTriton, "why_not_here", lambda self: reason)
+    model = nystrom_models.NystromformerModel(config)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match=rf'"nystrom_triton" cannot be used here: {reason}. Use "sdpa"'):
+        model.set_attn_implementation("nystrom_triton")
+    with pytest.raises(ValueError, match="not made for LinformerModel"):
+        nystrom_models.LinformerModel(nystrom_models.LinformerConfig(**TINY, attn_implementation="nystrom_triton"))
+    bert = BertModel(BertConfig(**TINY, attn_implementation="nystrom_triton"))
+    with pytest.raises(ValueError, match=r"Nyströmformers of nystrom_models alone.*Bert"):
+        bert(torch.randint(3, 99, (1, 9)))
 
 
 # ---- the first try ----

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from nystrom_models import kernels
-from nystrom_models.models import attention_nystrom
-from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
+from tests.kernels.functions import in_pytorch, nystrom_attention, nystrom_attention_reference
 from tests.kernels.helpers import KERNEL_TOLERANCE, draw
 from tests.models.options import TOLERANCE, relative_error
 
@@ -29,12 +28,6 @@ def draw_layer(length, count=2, dim=64, dtype=torch.bfloat16, batch=3, taps=65):
     inputs = [draw(batch, length, count, dim, dtype=dtype).transpose(1, 2) for _ in range(3)]
     inputs.append(draw(count, 1, taps, 1, dtype=dtype) / 8)
     return [tensor.detach().requires_grad_() for tensor in inputs]
-
-
-def pytorch(*arguments, **options):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_nystrom, "fast_kernels", None)
-        return nystrom_attention(*arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +55,7 @@ def test_sizes_of_real_models(length, count, dim, dtype):
     results = []
     for function, cast in (
         (kernels.nystrom_attention, dtype),
-        (pytorch, dtype),
+        (in_pytorch, dtype),
         (nystrom_attention_reference, torch.float64),
     ):
         leaves = [tensor.detach().to(cast).requires_grad_() for tensor in inputs]

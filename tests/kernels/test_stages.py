@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from nystrom_models.models.attention_ops import depthwise_convolution
+from nystrom_models.models.depthwise_convolution import depthwise_convolution
 from tests.kernels.helpers import (
     DEVICE,
     DIM,

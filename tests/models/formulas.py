@@ -93,10 +93,15 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
         return layer_norm(x, weights[name + ".weight"], weights[name + ".bias"], config.layer_norm_eps)
 
     x = weights["embeddings.word_embeddings.weight"][input_ids]
-    x = x + weights["embeddings.position_embeddings.weight"][2 : 2 + len(input_ids)]
+    first = 2 if config.model_type == "nystromformer" else 0
+    x = x + weights["embeddings.position_embeddings.weight"][first : first + len(input_ids)]
     x = norm("embeddings.LayerNorm", x + weights["embeddings.token_type_embeddings.weight"][0])
     dim = config.hidden_size // config.num_attention_heads
+    pre = config.layer_norm_position == "pre"
     for layer in range(config.num_hidden_layers):
+        residual = x
+        if pre:
+            x = norm(f"encoder.layer.{layer}.attention.LayerNorm", x)
         name = f"encoder.layer.{layer}.attention.self."
         heads = []
         for head in range(config.num_attention_heads):
@@ -112,10 +117,12 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
                 out = out + convolution(v, weights[name + "conv.weight"][head, 0, :, 0])
             heads.append(out)
         name = f"encoder.layer.{layer}."
-        x = norm(name + "attention.output.LayerNorm", linear(name + "attention.output.dense", torch.cat(heads, 1)) + x)
-        hidden = gelu_new(linear(name + "intermediate.dense", x))
-        x = norm(name + "output.LayerNorm", linear(name + "output.dense", hidden) + x)
-    return x
+        x = linear(name + "attention.output.dense", torch.cat(heads, 1)) + residual
+        x = x if pre else norm(name + "attention.output.LayerNorm", x)
+        hidden = norm(name + "intermediate.LayerNorm", x) if pre else x
+        x = linear(name + "output.dense", gelu_new(linear(name + "intermediate.dense", hidden))) + x
+        x = x if pre else norm(name + "output.LayerNorm", x)
+    return norm("encoder.LayerNorm", x) if pre else x
 
 
 def linformer_head(weights, config, name, layer, head, part, q, x) -> Tensor:

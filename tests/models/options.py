@@ -21,6 +21,7 @@ NYSTROM = {
     "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65},
     "one_landmark": {"num_landmarks": 1, "conv_kernel_size": 3},
     "softmax": {"num_landmarks": None, "conv_kernel_size": None},
+    "pre_norm": {"num_landmarks": 16, "conv_kernel_size": 5, "layer_norm_position": "pre"},
 }
 LINFORMER = {
     "layerwise": {},
@@ -31,6 +32,7 @@ LINFORMER = {
     "max_pool": {"projection_type": "max_pool"},
     "conv": {"projection_type": "conv"},
     "conv_none": {"projection_type": "conv", "share_projection": "none"},
+    "pre_norm": {"layer_norm_position": "pre"},
 }
 OPTIONS = {f"nystromformer-{name}": ("Nystromformer", options) for name, options in NYSTROM.items()} | {
     f"linformer-{name}": ("Linformer", {"projected_dim": 8} | options) for name, options in LINFORMER.items()
@@ -45,9 +47,21 @@ HEADS = (
     "ForMultipleChoice",
 )
 
-# Largest error over largest entry. Float32: rounding, grown by the pseudo-inverse and two layers. Half precisions:
-# eight or eleven bits of mantissa, rounded again after each of a layer's operations.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+# Largest error over largest entry, by dtype: four times the worst that all tests saw on two processors.
+# Of models of two layers with wide weights: roundings, which the pseudo-inverse and the layers magnify.
+TOLERANCE = {
+    torch.float64: 1e-14,  # 2.7e-15
+    torch.float32: 1e-5,  # 2.5e-6: a row of 1,000 tokens alone and in a batch
+    torch.bfloat16: 5e-2,  # 1.2e-2
+    torch.float16: 5.6e-3,  # 1.4e-3
+}
+# Of one attention against its reference, outputs and gradients.
+ATTENTION_TOLERANCE = {
+    torch.float64: 1e-14,  # 2.7e-15
+    torch.float32: 6.4e-6,  # 1.6e-6
+    torch.bfloat16: 7.2e-2,  # 1.8e-2: gradients of queries are differences of rounded numbers
+    torch.float16: 1.2e-2,  # 2.9e-3
+}
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -69,3 +83,29 @@ def make_model(option: str, head: str = "Model", **fields):
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def padded_inputs(head="Model", labels=False, length=40):
+    """A batch of rows with padding on the right, on the left and without any; for multiple choice, three choices."""
+    mask = torch.ones(3, length, dtype=torch.long)
+    mask[0, 25:] = mask[1, :11] = 0
+    ids = torch.randint(3, 99, mask.shape)
+    if head == "ForMultipleChoice":
+        ids, mask = ids[None], mask[None]
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if labels:
+        rows = {"ForSequenceClassification": (3,), "ForMultipleChoice": (1,)}
+        if head == "ForQuestionAnswering":
+            inputs |= {"start_positions": torch.tensor([3, 12, 0]), "end_positions": torch.tensor([4, 20, 39])}
+        elif head != "Model":
+            inputs["labels"] = torch.randint(0, 2, rows.get(head, ids.shape))
+        if head == "ForPreTraining":
+            inputs["sentence_order_label"] = torch.tensor([0, 1, 0])
+    return inputs
+
+
+def result(model, inputs):
+    """All numbers that a model returns, as one vector on the CPU."""
+    outputs = model(**inputs)
+    leaves = [leaf for value in outputs.to_tuple() for leaf in (value if isinstance(value, tuple) else (value,))]
+    return torch.cat([leaf.detach().float().flatten().cpu() for leaf in leaves])

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nystrom_models.models import attention_nystrom
 from nystrom_models.models.attention_nystrom import (
     iterative_pinv,
     landmark_segments,
@@ -12,8 +13,9 @@ from nystrom_models.models.attention_nystrom import (
     nystrom_attention_reference,
     segment_sizes,
 )
+from nystrom_models.models.depthwise_convolution import depthwise_convolution
 from tests.models import formulas
-from tests.models.options import TOLERANCE, relative_error
+from tests.models.options import ATTENTION_TOLERANCE, TOLERANCE, relative_error
 
 M = 8
 
@@ -38,7 +40,8 @@ def ragged(length, batch=3):
 @pytest.mark.parametrize("num_landmarks", [1, M, None], ids=lambda count: f"landmarks{count}")
 def test_reference_is_the_formula(length, num_landmarks):
     query, key, value, conv = tensors(length, torch.float64)
-    out = nystrom_attention_reference(query, key, value, num_landmarks=num_landmarks, conv_weight=conv)
+    skip = depthwise_convolution(value, conv)
+    out = nystrom_attention_reference(query, key, value, num_landmarks=num_landmarks, skip=skip)
     for row in range(3):
         for head in range(2):
             q, k, v = query[row, head], key[row, head], value[row, head]
@@ -57,7 +60,8 @@ def test_fast_path_is_the_reference(length, masked, dtype):
     results = []
     for function in (nystrom_attention, nystrom_attention_reference):
         inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value, conv)]
-        out = function(*inputs[:3], mask, num_landmarks=M, conv_weight=inputs[3])
+        skip = depthwise_convolution(inputs[2], inputs[3], mask)
+        out = function(*inputs[:3], mask, num_landmarks=M, skip=skip)
         (out * weight).sum().backward()
         assert out.dtype == dtype
         results.append([(out * valid[:, None, :, None]).detach(), *(tensor.grad for tensor in inputs)])
@@ -65,7 +69,7 @@ def test_fast_path_is_the_reference(length, masked, dtype):
         # With a single key the gradients of query and key are zero but for rounding: measure them against the values'.
         floor = results[1][3].abs().max().view(1)
         fast, reference = (torch.cat([tensor.flatten(), floor]) for tensor in (fast, reference))
-        assert relative_error(fast, reference) < 20 * TOLERANCE[dtype], name
+        assert relative_error(fast, reference) < ATTENTION_TOLERANCE[dtype], name
 
 
 @given(st.data())
@@ -102,7 +106,7 @@ def test_segments_cover_the_tokens(length, num_landmarks):
 
 def test_pseudo_inverse_converges_to_moore_penrose():
     matrix = torch.softmax(3 * torch.randn(4, 12, 12, dtype=torch.float64), dim=-1)
-    assert relative_error(iterative_pinv(matrix, 40), torch.linalg.pinv(matrix)) < 1e-6
+    assert relative_error(iterative_pinv(matrix, 40), torch.linalg.pinv(matrix)) < 1.8e-13  # 4.5e-14 seen
 
 
 def test_a_matrix_is_inverted_by_itself():
@@ -127,10 +131,11 @@ def test_half_precision_inverts_in_float32():
     """Whether the weights or autocast bring bfloat16, the result is near the exact one of the same inputs."""
     query, key, value, _ = tensors(64, torch.bfloat16)
     exact = nystrom_attention(query.double(), key.double(), value.double(), num_landmarks=M)
-    assert relative_error(nystrom_attention(query, key, value, num_landmarks=M), exact) < TOLERANCE[torch.bfloat16]
+    # 6.5e-3 seen.
+    assert relative_error(nystrom_attention(query, key, value, num_landmarks=M), exact) < 2.6e-2
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = nystrom_attention(query.float(), key.float(), value.float(), num_landmarks=M)
-    assert relative_error(mixed, exact) < TOLERANCE[torch.bfloat16]
+    assert relative_error(mixed, exact) < 5.8e-2  # 1.5e-2 seen
 
 
 def test_nothing_of_size_tokens_by_landmarks_is_stored():
@@ -141,3 +146,17 @@ def test_nothing_of_size_tokens_by_landmarks_is_stored():
         nystrom_attention(query, key, value, num_landmarks=landmarks)
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert 0 < largest < heads * length * landmarks * 4 / 2
+
+
+@pytest.mark.parametrize("ragged_rows", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_landmarks_in_half_precision_are_not_off_in_one_direction(dtype, ragged_rows):
+    """Segments of 37 tokens: 1 / 37 in half precision is off by 0.18 % or 0.014 %, and every mean would be."""
+    states = torch.randn(2, 2, 8 * 37, 16).add(1).to(dtype)
+    exact = states.double().unflatten(2, (8, 37)).mean(dim=3)
+    if ragged_rows:
+        mask = torch.ones(2, 8 * 37, dtype=torch.bool)
+        means = attention_nystrom._gathered_means(states, landmark_segments(mask, 8))
+    else:
+        means = attention_nystrom._segment_means(states, 8)
+    assert ((means - exact) / exact).mean().abs() < torch.finfo(dtype).eps / 20

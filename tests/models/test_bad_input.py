@@ -4,7 +4,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel
+from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
 
 import nystrom_models
 from nystrom_models import LinformerConfig, LinformerModel, NystromformerConfig, NystromformerModel
@@ -112,21 +113,58 @@ def test_checkpoint_of_another_family_is_refused(tmp_path):
     BertModel(bert).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model_type='bert'.*nystromformer"):
         NystromformerModel.from_pretrained(tmp_path)
-    config = make_model("nystromformer-landmarks", max_position_embeddings=510).config
-    with pytest.raises(ValueError, match=r"lacks 2 weights of the encoder.*conv\.weight"):
-        NystromformerModel.from_pretrained(tmp_path, config=config)
 
 
-def test_checkpoint_without_projection_is_refused(tmp_path):
-    make_model("linformer-layerwise").save_pretrained(tmp_path)
+def test_checkpoint_that_holds_nothing_of_the_encoder_is_refused(tmp_path):
+    make_model("linformer-layerwise", "ForMaskedLM").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    del weights["encoder.sequence_projection.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 weights.*encoder\.sequence_projection\.weight"):
+    heads = {name: weight for name, weight in weights.items() if name.startswith("cls.")}
+    save_file(heads, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks \d+ weights of the encoder of LinformerModel"):
         LinformerModel.from_pretrained(tmp_path)
 
 
 def test_checkpoint_of_another_sharing_mode_is_refused(tmp_path):
     make_model("linformer-headwise").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"lacks .* weights.*projection"):
+    with pytest.raises(ValueError, match=r"lacks 1 weights.*encoder\.sequence_projection\.weight"):
         LinformerModel.from_pretrained(tmp_path, share_projection="layerwise")
+
+
+@pytest.mark.parametrize(
+    "option, fields, added",
+    [
+        ("nystromformer-landmarks", {"num_hidden_layers": 1}, None),
+        ("nystromformer-landmarks", {"num_hidden_layers": 3}, "encoder.layer.2."),
+        ("linformer-layerwise", {"conv_kernel_size": 3}, ".conv.weight"),
+    ],
+    ids=["fewer layers", "more layers", "a convolution"],
+)
+def test_what_is_asked_for_besides_is_reported_and_not_refused(option, fields, added, tmp_path):
+    make_model(option).save_pretrained(tmp_path)
+    model, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True, **fields)
+    assert {name: getattr(model.config, name) for name in fields} == fields
+    assert bool(report["missing_keys"]) == (added is not None)
+    assert all(added in name for name in report["missing_keys"])
+
+
+def test_the_built_in_configuration_is_refused():
+    with pytest.raises(TypeError, match=r"needs a nystrom_models.*NystromformerConfig\.from_dict\(config\.to_dict"):
+        NystromformerModel(BuiltInConfig())
+    # The way out that is named.
+    small = BuiltInConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=32)
+    assert NystromformerModel(NystromformerConfig.from_dict(small.to_dict())).config.hidden_size == 32
+
+
+@pytest.mark.parametrize("option, first", [("nystromformer-landmarks", 2), ("linformer-layerwise", 0)])
+@torch.no_grad()
+def test_positions_count_from_where_the_family_says(option, first):
+    """0 as everywhere; a Nyströmformer's first token has 2, as in the built-in class."""
+    model = make_model(option)
+    plain = model(IDS).last_hidden_state
+    positions = torch.arange(10)[None] + first
+    torch.testing.assert_close(model(IDS, position_ids=positions).last_hidden_state, plain)
+    assert model.get_position_embeddings().num_embeddings == 64 + first
+    with pytest.raises(ValueError, match=rf"position_ids must lie between {first} and {63 + first}.*has {first} in"):
+        model(IDS, position_ids=positions - 1)
+    with pytest.raises(ValueError, match="position_ids must lie between"):
+        model(IDS, position_ids=positions + 60)

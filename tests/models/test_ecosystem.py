@@ -182,7 +182,8 @@ def test_inputs_positions_and_chunks(option):
     plain = model(ids).last_hidden_state
     embeds = model.get_input_embeddings()(ids)
     assert relative_error(model(inputs_embeds=embeds).last_hidden_state, plain) < 1e-6
-    positions = torch.arange(2, 32).expand(2, 30)
+    first = model.config.first_position
+    positions = torch.arange(first, first + 30).expand(2, 30)
     assert relative_error(model(ids, position_ids=positions).last_hidden_state, plain) < 1e-6
     assert not torch.allclose(model(ids, position_ids=positions.flip(1)).last_hidden_state, plain)
     assert relative_error(model(ids, token_type_ids=torch.zeros_like(ids)).last_hidden_state, plain) < 1e-6
@@ -235,3 +236,36 @@ def test_export_with_dynamic_batch_and_length(option):
                 new["attention_mask"] = torch.ones_like(new["input_ids"])
                 new["attention_mask"][0, : length // 3] = 0
             assert relative_error(exported(**new).logits, model(**new).logits) < 1e-5
+
+
+@pytest.mark.parametrize("option", GRAPH_OPTIONS)
+def test_fake_and_meta_tensors_show_shapes(option):
+    """As used to plan memory and device maps, with padding that cannot be looked at."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = shallow(option)
+        ids = torch.randint(3, 99, (2, 30))
+        outputs = model(ids, attention_mask=torch.ones_like(ids), labels=ids)
+        assert outputs.logits.shape == (2, 30, 99) and outputs.loss.shape == ()
+    with torch.device("meta"):
+        model = shallow(option)
+        ids = torch.zeros(2, 30, dtype=torch.long)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model(ids, attention_mask=torch.ones_like(ids)).logits.is_meta
+        assert model(ids, labels=ids).logits.shape == (2, 30, 99)
+
+
+@pytest.mark.parametrize("option", GRAPH_OPTIONS)
+@torch.no_grad()
+def test_eager_attention_and_maps_compile_too(option):
+    model = shallow(option)
+    model.set_attn_implementation("eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    inputs = {"input_ids": torch.randint(3, 99, (2, 30)), "attention_mask": torch.ones(2, 30, dtype=torch.long)}
+    inputs["attention_mask"][0, :9] = 0
+    for wanted in ({}, {"output_attentions": True}):
+        expected, actual = model(**inputs, **wanted), compiled(**inputs, **wanted)
+        assert relative_error(actual.logits, expected.logits) < 1e-5
+        for ours, theirs in zip(actual.attentions or (), expected.attentions or (), strict=True):
+            assert relative_error(ours, theirs) < 1e-5

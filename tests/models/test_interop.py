@@ -97,9 +97,10 @@ def test_every_auto_class_of_the_built_in_gives_ours():
     config = AutoConfig.for_model("nystromformer", **TINY)
     assert type(config) is nystrom_models.NystromformerConfig
     found = 0
-    for name in dir(transformers):
+    # No other name is looked up: Transformers imports what it names, and some of that needs other packages.
+    for name in [name for name in dir(transformers) if name.startswith("AutoModel")]:
         mapping = getattr(getattr(transformers, name), "_model_mapping", None)
-        if name.startswith("AutoModel") and mapping is not None and BuiltInConfig in mapping:
+        if mapping is not None and BuiltInConfig in mapping:
             model = getattr(transformers, name).from_config(config)
             assert type(model).__module__.startswith("nystrom_models."), name
             found += 1

@@ -92,7 +92,7 @@ def test_half_precision_weights(option, dtype):
     out.loss.backward()
     assert out.logits.dtype == dtype
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None)
-    assert relative_error(out.logits[:, 5:45], exact) < 4 * TOLERANCE[dtype]
+    assert relative_error(out.logits[:, 5:45], exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -111,7 +111,7 @@ def test_mixed_precision_trains(option):
     assert losses[0] != losses[1]
     losses[0].backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-    assert relative_error(mixed, exact) < TOLERANCE[torch.bfloat16]
+    assert relative_error(mixed, exact) < 2.7e-2  # 6.8e-3 seen
 
 
 @pytest.mark.parametrize("option", OPTIONS)

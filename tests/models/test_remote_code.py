@@ -59,7 +59,7 @@ def test_same_logits_without_the_package(clean_python, tmp_path):
         assert relative_error(torch.load(tmp_path / option / f"{auto}.pt"), expected[option]) < 1e-6, option
     # Saved again there, the code is still with it.
     again = {path.name for path in (tmp_path / "linformer-max_pool" / "again").iterdir()}
-    assert {"modeling_linformer.py", "encoder.py", "attention_linformer.py", "config.json"} <= again
+    assert {"modeling_linformer.py", "layers.py", "attention_linformer.py", "config.json"} <= again
 
 
 def test_the_installed_package_is_preferred(tmp_path):
@@ -74,7 +74,7 @@ def test_the_code_travels_whole_and_alone(tmp_path):
     for option, own in (("nystromformer-landmarks", "nystrom"), ("linformer-layerwise", "linformer")):
         make_model(option, "ForMaskedLM").save_pretrained(tmp_path / option)
         names = {path.stem for path in (tmp_path / option).glob("*.py")}
-        assert {"encoder", "attention_ops", "configuration_encoder", f"attention_{own}"} <= names
+        assert {"layers", "batch", "modeling_base", "configuration_base", f"attention_{own}"} <= names
         for path in (tmp_path / option).glob("*.py"):
             text = path.read_text()
             assert "nystrom_models" not in "".join(

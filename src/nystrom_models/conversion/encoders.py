@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A BERT or RoBERTa checkpoint becomes a model of this package, with as many positions as wanted.
+"""A BERT, RoBERTa or Nyströmformer checkpoint becomes a model of this package, with as many positions as wanted.
 
-Where the result attends exactly, it is the source's function: the sub-layers are the same and take the same weights.
+Where the result attends exactly, it is the function of the BERT or RoBERTa: the sub-layers are the same and take the
+same weights. A Nyströmformer, ours or Transformers' own, gets more positions or landmarks, or becomes a Linformer.
 """
 
 import copy
+import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -19,14 +21,17 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from ..models.configuration_encoder import EncoderConfig
-from ..models.encoder import FIRST_POSITION, EncoderSelfAttention
+from ..models.configuration_base import BaseConfig
+from ..models.configuration_nystromformer import NystromformerConfig
+from ..models.embeddings import repeat_positions
+from ..models.self_attention import SelfAttention
 from ..registration import FAMILIES
 
 logger = logging.get_logger(__name__)
 
 ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
-SOURCE_TYPES = ("bert", *ROBERTA_TYPES)
+NYSTROMFORMER = "nystromformer"
+SOURCE_TYPES = ("bert", *ROBERTA_TYPES, NYSTROMFORMER)
 
 # What changes the function that the source's weights make. `type_vocab_size` may grow, `max_position_embeddings` vary.
 _SAME_FIELDS = (
@@ -61,12 +66,20 @@ def _first_position(source_config: PreTrainedConfig) -> int:
             f"The source has model_type={source_config.model_type!r}, but its layers must be BERT's: give a "
             f"checkpoint of {', '.join(SOURCE_TYPES)}."
         )
+    if source_config.model_type == NYSTROMFORMER:
+        return NystromformerConfig.first_position
     if source_config.is_decoder or source_config.add_cross_attention:
         raise ValueError(
             "The source is a decoder (is_decoder or add_cross_attention), whose attention is causal: give a "
             "checkpoint with is_decoder=False and add_cross_attention=False."
         )
     return source_config.pad_token_id + 1 if source_config.model_type in ROBERTA_TYPES else 0
+
+
+def _longest_sequence(source_config: PreTrainedConfig, first: int) -> int:
+    """Tokens of the longest sequence that the source takes. RoBERTa's field counts the rows before the first, too."""
+    length = source_config.max_position_embeddings
+    return length if source_config.model_type == NYSTROMFORMER else length - first
 
 
 def converted_config(
@@ -78,7 +91,7 @@ def converted_config(
     rows of its position table, too (514 for 512 tokens).
 
     Args:
-        source: a folder, a name on the Hub, or a configuration.
+        source: a folder, a name on the Hub, or a configuration, of a BERT, RoBERTa or Nyströmformer.
         family: a `model_type` of this package.
         overrides: fields of the family's configuration, such as `max_position_embeddings=4096`.
 
@@ -86,7 +99,7 @@ def converted_config(
         A `NystromformerConfig` or `LinformerConfig`.
 
     Raises:
-        ValueError: if the source is no BERT or RoBERTa, the family or a field is unknown, or fields contradict each
+        ValueError: if the source is of another kind, the family or a field is unknown, or fields contradict each
             other.
 
     Example:
@@ -97,7 +110,7 @@ def converted_config(
     >>> config = converted_config("google-bert/bert-base-uncased", max_position_embeddings=4096)
     ```
     """
-    families = {config_class.model_type: config_class for config_class, _ in FAMILIES}
+    families = {base.config_class.model_type: base.config_class for base in FAMILIES}
     if family not in families:
         raise ValueError(f"family={family!r} is unknown: use one of {', '.join(families)}.")
     known = families[family]()
@@ -107,20 +120,32 @@ def converted_config(
         )
     source_config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
     first = _first_position(source_config)
-    fields = {
-        name: getattr(source_config, name) for name in EncoderConfig.__annotations__ if hasattr(source_config, name)
+    shared = BaseConfig
+    if source_config.model_type == family == NYSTROMFORMER:
+        shared = NystromformerConfig
+    names = {item.name for item in dataclasses.fields(shared)} - {
+        item.name for item in dataclasses.fields(PreTrainedConfig)
     }
-    fields["max_position_embeddings"] -= first
+    fields = {name: getattr(source_config, name) for name in names if hasattr(source_config, name)}
+    fields["max_position_embeddings"] = _longest_sequence(source_config, first)
     return families[family](**fields | overrides)
 
 
-def _check_config(config: EncoderConfig, source_config: PreTrainedConfig) -> None:
-    if not isinstance(config, EncoderConfig):
+def _check_config(config: BaseConfig, source_config: PreTrainedConfig) -> None:
+    if not isinstance(config, BaseConfig):
         raise TypeError(
             f"config is a {type(config).__module__}.{type(config).__name__}, but must be a configuration of "
             "nystrom_models: make it with converted_config()."
         )
     wrong = [name for name in _SAME_FIELDS if getattr(config, name) != getattr(source_config, name)]
+    if getattr(source_config, "conv_kernel_size", None) is not None and config.conv_kernel_size is not None:
+        # Either none, which leaves the source's behind, or the source's.
+        wrong += ["conv_kernel_size"] * (config.conv_kernel_size != source_config.conv_kernel_size)
+    if config.layer_norm_position != getattr(source_config, "layer_norm_position", "post"):
+        raise ValueError(
+            f"config has layer_norm_position={config.layer_norm_position!r}, and the source's layers are not made so: "
+            "make config with converted_config(), which takes it from the source."
+        )
     if config.type_vocab_size < source_config.type_vocab_size:
         wrong.append("type_vocab_size")
     if wrong:
@@ -188,12 +213,11 @@ def _load_source(
     return weights, unread, source.dtype
 
 
-def _positions(table: Tensor, first: int, length: int) -> Tensor:
-    """(FIRST_POSITION + length, C): the rows of the table (P, C) from `first` on, repeated or cut to `length`."""
-    used = table[first:]
-    # The rows before the first position are no token's; RoBERTa has as many.
-    unused = table.new_zeros(FIRST_POSITION, table.shape[1])
-    return torch.cat([unused, used[torch.arange(length, device=table.device) % len(used)]])
+def _positions(table: Tensor, source_first: int, first: int, length: int) -> Tensor:
+    """(first + length, C): the rows of the table (P, C) from `source_first` on, repeated or cut to `length`."""
+    # The rows before the first position are no token's.
+    unused = table.new_zeros(first, table.shape[1])
+    return torch.cat([unused, repeat_positions(table[source_first:], 0, length)])
 
 
 def _summary(names: Iterable[str]) -> str:
@@ -204,24 +228,25 @@ def _summary(names: Iterable[str]) -> str:
 @torch.no_grad()
 def convert(
     model_name_or_path: str | os.PathLike,
-    config: EncoderConfig,
+    config: BaseConfig,
     output_loading_info: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Makes a linear-time model of a BERT or RoBERTa checkpoint.
+    """Makes a linear-time model of a BERT, RoBERTa or Nyströmformer checkpoint.
 
-    Taken over, in the source's dtype: embeddings, all layers, pooler and masked language modelling head. A
+    Taken over, in the source's dtype: embeddings, all layers, pooler and masked language modelling head. From BERT, a
     Nyströmformer then computes what the source does for every sequence of at most `num_landmarks` tokens, and for all
     with `num_landmarks=None`. Beyond, and as a Linformer at any length, it is another function, to be trained on.
 
     - **Positions.** The source's table is repeated up to `max_position_embeddings`, as for Longformer (Beltagy et al.
       2020, section 5) and by Nyströmformer's authors, or cut. A row's first token has the source's first position,
       wherever the padding is. (BERT itself counts padding on the left as tokens.)
-    - **Convolution.** It starts at zero and not, as with the authors, at random: the model begins as the source's
-      function, and gradients reach a kernel of zeros.
-    - **Sentence order.** That head starts anew, although the classes of BERT's next-sentence head agree with it (0 =
-      in order). That one was trained to tell passages of other documents, and knows nothing of the order of two
-      passages of one: 52.0% are right (ALBERT, Lan et al. 2020, table 5). The pooler is kept.
+    - **Convolution.** A Nyströmformer's is taken over. Otherwise it starts at zero and not, as with the authors, at
+      random: the model begins as the source's function, and gradients reach a kernel of zeros.
+    - **Sentence order.** A Nyströmformer's head is taken over. Otherwise it starts anew, although the classes of
+      BERT's next-sentence head agree with it (0 = in order). That one was trained to tell passages of other documents,
+      and knows nothing of the order of two passages of one: 52.0% are right (ALBERT, Lan et al. 2020, table 5). The
+      pooler is kept.
     - **Token types.** `type_vocab_size` may be larger than the source's (RoBERTa has one type); new types start as
       copies of type 0.
     - **Linformer's projections** start as in a new model.
@@ -229,8 +254,8 @@ def convert(
     What is newly initialised, and what is left behind, is logged as a warning.
 
     Args:
-        model_name_or_path: a folder or a name on the Hub: a checkpoint of BERT, RoBERTa, XLM-RoBERTa or CamemBERT,
-            with any head, in any format that Transformers reads.
+        model_name_or_path: a folder or a name on the Hub: a checkpoint of BERT, RoBERTa, XLM-RoBERTa, CamemBERT or
+            Nyströmformer, with any head, in any format that Transformers reads.
         config: of the model to make. What the source's weights depend on (`vocab_size`, `hidden_size`, `hidden_act`,
             ...) must be as there: [`converted_config`] sees to it.
         output_loading_info: whether to return the report, too.
@@ -255,12 +280,13 @@ def convert(
 
     model = AutoModelForPreTraining.from_config(copy.deepcopy(config), dtype=dtype).eval()
     for module in model.modules():
-        if isinstance(module, EncoderSelfAttention) and module.conv is not None:
+        if isinstance(module, SelfAttention) and module.conv is not None:
             nn.init.zeros_(module.conv.weight)
 
     state = {}
     for name, tensor in weights.items():
-        if name.startswith("cls.seq_relationship."):
+        next_sentence = name.startswith("cls.seq_relationship.") and source_config.model_type != NYSTROMFORMER
+        if next_sentence or (name.endswith(".conv.weight") and config.conv_kernel_size is None):
             unread.add(name)
             continue
         for old, new in _RENAMED.items():
@@ -276,17 +302,22 @@ def convert(
             "tie_word_embeddings=False."
         )
     table = state[embeddings + "position_embeddings.weight"]
-    state[embeddings + "position_embeddings.weight"] = _positions(table, first, config.max_position_embeddings)
+    state[embeddings + "position_embeddings.weight"] = _positions(
+        table, first, config.first_position, config.max_position_embeddings
+    )
     types = state[embeddings + "token_type_embeddings.weight"]
     added = types[:1].expand(config.type_vocab_size - len(types), -1)
     state[embeddings + "token_type_embeddings.weight"] = torch.cat([types, added])
 
+    if not config.tie_word_embeddings:
+        # There, only the output layer's own bias is read.
+        state.pop("cls.predictions.bias", None)
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected:
         raise ValueError(f"Weights of the source have no place in {type(model).__name__}: {_summary(unexpected)}.")
     # An output layer that is tied has its weight from the embeddings.
     missing = [name for name in missing if model.all_tied_weights_keys.get(name, name) in missing]
-    _report(model, missing, unread, source_config, len(table) - first)
+    _report(model, missing, unread, source_config, _longest_sequence(source_config, first))
     if not output_loading_info:
         return model
     return model, {"missing_keys": sorted(missing), "unexpected_keys": sorted(unread)}
@@ -321,7 +352,7 @@ def _report(
 
 
 def convert_checkpoint(
-    model_name_or_path: str | os.PathLike, output_dir: str | os.PathLike, config: EncoderConfig, **kwargs: Any
+    model_name_or_path: str | os.PathLike, output_dir: str | os.PathLike, config: BaseConfig, **kwargs: Any
 ) -> Any:
     """[`convert`], and saves the model with the source's tokenizer, ready for any Auto class and `pipeline`.
 

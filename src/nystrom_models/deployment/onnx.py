@@ -93,7 +93,7 @@ def export_onnx(
     Values at padding mean nothing.
 
     Args:
-        model: in evaluation mode, in float32, and with `attn_implementation="sdpa"`, the default.
+        model: in evaluation mode and in float32.
         path: the file; missing folders are made.
         input_names: of `input_ids`, `attention_mask` and `token_type_ids`, those that will be given, such as
             `tokenizer.model_input_names`.
@@ -110,11 +110,6 @@ def export_onnx(
     _require("onnx", "onnxscript", *(["onnxruntime"] if verify else []))
     if model.training:
         raise ValueError("A model in training mode would be exported with dropout: call model.eval() before.")
-    if model.config._attn_implementation == "eager":
-        raise ValueError(
-            'attn_implementation="eager" goes from row to row and has no graph: call '
-            'model.set_attn_implementation("sdpa") before, which computes the same.'
-        )
     if model.config.output_attentions:
         raise ValueError("Attention maps have no graph: set model.config.output_attentions = False.")
     if model.dtype != torch.float32:

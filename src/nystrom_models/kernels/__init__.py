@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels in place of PyTorch's operations on an NVIDIA GPU, a folder for each family of attention.
 
-Importing this needs neither Triton nor a GPU. The kernels are compiled at the first call of their options; then they
-are compared with PyTorch's operations once, and not used where they fail or differ. Sums have a fixed order: the same
-inputs give the same result on the same device. Another batch size or device may split them otherwise.
+A model uses them with `attn_implementation="nystrom_triton"` (see `interface.py`), the default on a GPU; `why_not`
+tells where they do not apply. Importing this needs neither Triton nor a GPU. The kernels are compiled at the first
+call of their options; then they are compared with PyTorch's operations once, and not used where they fail or differ.
+Sums have a fixed order: the same inputs give the same result on the same device. Another batch size or device may
+split them otherwise.
 
 A CUDA graph may hold them if the same call ran once before, on a stream that the capture waits for:
 

@@ -3,314 +3,276 @@
 
 Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity", arXiv:2006.04768.
 
-Legend: B batch, H heads, N tokens, L valid tokens of a row, K slots (the paper's k), C = H·D width, D head size,
-P the longest sequence a projection is made for, S tokens of a slot, R chosen rows. A mask is (B, N), bool, True at
-valid tokens. The token of rank r among the valid ones uses column r of a projection, wherever it lies.
+Legend: B batch, H heads, N tokens, L valid tokens of a row, K slots (the paper's k), D head size, P the longest
+sequence a projection is made for, S tokens of a slot, R chosen rows. A mask is (B, N), bool, True at valid tokens. The
+token of rank r among the valid ones uses column r of a projection, wherever it lies.
 
 For each row of the batch and each head (eq. 7 of the paper):
 
-    K' = E (X W_k) + b_k,  V' = F (X W_v) + b_v        K×D
+    K' = E k,  V' = F v                                K×D
     out = softmax(q K'ᵀ / √D) V'
 
-The bias comes after the projection, as in the authors' code. E and F are K×P matrices ("linear"), or act on slots of S
-consecutive tokens: their mean, their maximum by channel, or a weighted sum with S taps ("conv", stride = kernel = S).
-Where a projection is linear and shared by the heads, E (X W) = (E X) W: K rows go through W instead of N.
+E and F are K×P matrices ("linear"), or act on slots of S consecutive tokens: their mean, their maximum by channel, or
+a weighted sum with S taps ("conv", stride = kernel = S).
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils.import_utils import is_tracing
 
-from .attention_ops import (
-    attend,
-    depthwise_convolution,
-    gather_tokens,
-    is_tracing,
-    pad_tokens,
-    positions_by_rank,
-    split_heads,
-)
+from .masked_attention import Attend, attend, attention_weights, visible_keys
+from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads, token_ranks
 
 # ---- reference: one row of the batch at a time, the paper's equation in order ----
 
 
-def _projection_matrix(
-    projected: Tensor, projection: Tensor | None, projection_type: str, kernel_size: int | None
-) -> Tensor:
-    """E as a matrix (H, K', L) acting on the valid tokens of a row, whose projected states are (H, L, D).
-
-    A maximum is no matrix: here the weight of a token in a slot is the share of channels in which it is the maximum.
-    """
-    heads, length, _ = projected.shape
-    if projection_type == "linear":
-        return projection[..., :length].expand(heads, -1, -1)
-    slots = -(-length // kernel_size)
-    matrix = projected.new_zeros(heads, slots, length)
-    for slot in range(slots):
-        tokens = slice(slot * kernel_size, min((slot + 1) * kernel_size, length))
-        count = tokens.stop - tokens.start
-        if projection_type == "mean_pool":
-            matrix[:, slot, tokens] = 1 / count
-        elif projection_type == "conv":
-            matrix[:, slot, tokens] = projection[..., :count]
-        else:
-            largest = projected[:, tokens].argmax(dim=1)  # (H, D)
-            matrix[:, slot, tokens] = F.one_hot(largest, count).to(matrix.dtype).mean(dim=1)
-    return matrix
-
-
 def _project_reference(
-    projected: Tensor, projection: Tensor | None, projection_type: str, kernel_size: int | None
+    states: Tensor, projection: Tensor | None, projection_type: str, kernel_size: int | None
 ) -> Tensor:
-    """E (X W), (H, K', D), from X W of a row's valid tokens, (H, L, D)."""
-    if projection_type == "max_pool":
-        return torch.stack([part.amax(dim=1) for part in projected.split(kernel_size, dim=1)], dim=1)
-    return _projection_matrix(projected, projection, projection_type, kernel_size) @ projected
-
-
-def _probabilities_reference(
-    query: Tensor,
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    projection: Tensor | None,
-    projection_type: str,
-    kernel_size: int | None,
-) -> Tensor:
-    """softmax(q K'ᵀ / √D), (H, R, K'), for queries (H, R, D) and a row's valid tokens (L, C)."""
-    heads, _, dim = query.shape
-    keys = split_heads(F.linear(states, weight)[None], heads)[0]
-    keys = _project_reference(keys, projection, projection_type, kernel_size)
-    if bias is not None:
-        keys = keys + bias.view(heads, 1, dim)
-    return torch.softmax(query @ keys.mT * dim**-0.5, dim=-1)
-
-
-def linformer_attention_map(
-    query: Tensor,
-    hidden_states: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    key_bias: Tensor | None,
-    value_bias: Tensor | None,
-    key_projection: Tensor | None,
-    value_projection: Tensor | None,
-    mask: Tensor | None = None,
-    *,
-    projection_type: str = "linear",
-    kernel_size: int | None = None,
-    rows: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """The matrix softmax(q K'ᵀ / √D) F that carries X W_v to the output (without b_v).
-
-    Args:
-        rows: (R,) or (B, R) int64, the queries whose rows are wanted; None for all N.
-        The others: see `linformer_attention`. `value_bias` does not enter.
-
-    Returns: (B, H, R, N), zero in the columns of invalid tokens. Its rows need not sum to 1: those of F do not. For
-    "max_pool", F holds the share of channels in which a token is its slot's maximum. Memory is linear in N where rows
-    are given.
-    """
-    batch, heads, length, _ = query.shape
-    maps = []
-    for row in range(batch):
-        valid = torch.arange(length, device=query.device) if mask is None else mask[row].nonzero().squeeze(-1)
-        wanted = query[row]
-        if rows is not None:
-            wanted = wanted[:, rows if rows.dim() == 1 else rows[row]]
-        full = query.new_zeros(heads, wanted.shape[1], length)
-        if len(valid):
-            states = hidden_states[row, valid]
-            probabilities = _probabilities_reference(
-                wanted, states, key_weight, key_bias, key_projection, projection_type, kernel_size
-            )
-            probabilities = torch.dropout(probabilities, dropout_p, train=dropout_p > 0)
-            values = split_heads(F.linear(states, value_weight)[None], heads)[0]
-            matrix = _projection_matrix(values, value_projection, projection_type, kernel_size)
-            full = full.index_copy(-1, valid, probabilities @ matrix)
-        maps.append(full)
-    return torch.stack(maps)
+    """E k, (H, K', D), of the valid tokens of a row, (H, L, D)."""
+    if projection_type == "linear":
+        return projection[..., : states.shape[1]] @ states
+    slots = []
+    for part in states.split(kernel_size, dim=1):
+        if projection_type == "mean_pool":
+            slots.append(part.mean(dim=1))
+        elif projection_type == "max_pool":
+            slots.append(part.amax(dim=1))
+        else:
+            slots.append((projection[..., : part.shape[1], None] * part).sum(dim=1))
+    return torch.stack(slots, dim=1)
 
 
 def linformer_attention_reference(
     query: Tensor,
-    hidden_states: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    key_bias: Tensor | None,
-    value_bias: Tensor | None,
-    key_projection: Tensor | None,
-    value_projection: Tensor | None,
+    key: Tensor,
+    value: Tensor,
     mask: Tensor | None = None,
     *,
+    key_projection: Tensor | None,
+    value_projection: Tensor | None,
     projection_type: str = "linear",
     kernel_size: int | None = None,
-    conv_weight: Tensor | None = None,
     dropout_p: float = 0.0,
+    skip: Tensor | None = None,
 ) -> Tensor:
-    """`linformer_attention` written as in the paper, row by row: every token through W, then through E."""
-    batch, heads, _, dim = query.shape
+    """`linformer_attention` written as in the paper, row by row."""
     contexts = []
-    for row in range(batch):
-        states = hidden_states[row] if mask is None else hidden_states[row][mask[row]]
-        if len(states) == 0:
+    for row in range(query.shape[0]):
+        valid = slice(None) if mask is None else mask[row]
+        keys, values = key[row][:, valid], value[row][:, valid]
+        if keys.shape[1] == 0:
             contexts.append(torch.zeros_like(query[row]))
             continue
-        probabilities = _probabilities_reference(
-            query[row], states, key_weight, key_bias, key_projection, projection_type, kernel_size
-        )
-        probabilities = torch.dropout(probabilities, dropout_p, train=dropout_p > 0)
-        values = split_heads(F.linear(states, value_weight)[None], heads)[0]
+        keys = _project_reference(keys, key_projection, projection_type, kernel_size)
         values = _project_reference(values, value_projection, projection_type, kernel_size)
-        if value_bias is not None:
-            values = values + value_bias.view(heads, 1, dim)
-        contexts.append(probabilities @ values)
+        weights = torch.softmax(query[row] @ keys.mT * query.shape[-1] ** -0.5, dim=-1)
+        contexts.append(torch.dropout(weights, dropout_p, train=dropout_p > 0) @ values)
     context = torch.stack(contexts)
-    if conv_weight is not None:
-        values = split_heads(F.linear(hidden_states, value_weight, value_bias), heads)
-        context = context + depthwise_convolution(values, conv_weight, mask)
-    return context
+    return context if skip is None else context + skip
 
 
-# ---- fast path ----
+# ---- projections of all rows at once: valid tokens come first in each row, zeros after them ----
+
+
+def project(
+    states: Tensor, projection: Tensor | None, projection_type: str, kernel_size: int | None, lengths: Tensor | None
+) -> Tensor:
+    """E k for each row: tokens (B, H, N, D) -> slots (B, H, K', D), or (B, N, C) -> (B, K', C).
+
+    Args:
+        states: by rank, zero after the L valid tokens of a row.
+        projection: for "linear" (K, P), P >= N, or (H, K, P) with one for each head; for "conv" the taps, (S,) or
+            (H, S); None for pooling.
+        projection_type: "linear", "mean_pool", "max_pool" or "conv".
+        kernel_size: S, for all types but "linear".
+        lengths: (B,) int64, L; None if all rows are full.
+    """
+    if projection_type == "linear":
+        return _columns(projection, states.shape[-2]) @ states
+    slots = _slots(states, kernel_size)  # (..., K', S, D)
+    if projection_type == "conv":
+        return (slots * projection[..., None, :, None]).sum(dim=-2)
+    count = slot_counts(states.shape[-2], lengths, kernel_size, states)  # (1 or B, K')
+    if states.dim() == 4:
+        count = count[:, None]
+    if projection_type == "mean_pool":
+        return slots.sum(dim=-2) / count[..., None].clamp_min(1).to(states.dtype)
+    inside = torch.arange(kernel_size, device=states.device) < count[..., None]
+    largest = slots.masked_fill(~inside[..., None], torch.finfo(states.dtype).min).amax(dim=-2)
+    return largest.masked_fill((count == 0)[..., None], 0)
+
+
+def slot_counts(length: int, lengths: Tensor | None, kernel_size: int, like: Tensor) -> Tensor:
+    """(B, K') int64, or (1, K') if all rows are full: valid tokens in each slot of rows of `length` tokens.
+
+    like: a tensor on the device, of the graph, for which it is computed.
+    """
+    start = torch.arange(_num_slots(length, kernel_size, like), device=like.device) * kernel_size
+    ends = torch.full((1, 1), length, device=like.device) if lengths is None else lengths[:, None]
+    return (ends - start).clamp(min=0, max=kernel_size)
 
 
 def _columns(projection: Tensor, length: int) -> Tensor:
     """The first columns of E (..., K, P): (..., K, N)."""
-    if is_tracing():
+    if is_tracing(projection):
         # A copy: a view of the whole matrix and of a part of it would make different graphs.
         return projection.index_select(-1, torch.arange(length, device=projection.device))
     return projection[..., :length]
 
 
-def _num_slots(length: int, kernel_size: int) -> int:
+def _num_slots(length: int, kernel_size: int, like: Tensor) -> int:
     """ceil(N / S), or more, but at least 2 in a graph, which would otherwise hold only for lengths beyond S."""
-    return length // kernel_size + 2 if is_tracing() else -(-length // kernel_size)
+    return length // kernel_size + 2 if is_tracing(like) else -(-length // kernel_size)
 
 
 def _slots(states: Tensor, kernel_size: int) -> Tensor:
     """(..., N, C) -> (..., K', S, C), zeros after the last token."""
-    slots = _num_slots(states.shape[-2], kernel_size)
+    slots = _num_slots(states.shape[-2], kernel_size, states)
     states = F.pad(states, (0, 0, 0, slots * kernel_size - states.shape[-2]))
-    if is_tracing():
+    if is_tracing(states):
         # The same view; this operator leaves no condition on the length in the graph.
         return states.unfold(-2, kernel_size, kernel_size).mT
     return states.unflatten(-2, (slots, kernel_size))
 
 
-def _project_shared(
-    states: Tensor, projection: Tensor | None, lengths: Tensor | None, projection_type: str, kernel_size: int | None
+def projection_matrix(
+    states: Tensor,
+    projection: Tensor | None,
+    projection_type: str,
+    kernel_size: int | None,
+    lengths: Tensor | None,
 ) -> Tensor:
-    """E X, (B, K', C), for a linear E shared by the heads; X (B, N, C) by rank, zero at padding."""
-    if projection_type == "linear":
-        return _columns(projection, states.shape[1]) @ states
-    slots = _slots(states, kernel_size)
-    if projection_type == "conv":
-        return (slots * projection[:, None]).sum(dim=-2)
-    count = _slot_counts(states, lengths, kernel_size)
-    return slots.sum(dim=-2) / count[..., None].clamp_min(1).to(states.dtype)
+    """F as a matrix (1 or B, 1 or H, K', N) that acts on the tokens, for attention maps.
 
-
-def _project_heads(
-    states: Tensor, projection: Tensor | None, lengths: Tensor | None, projection_type: str, kernel_size: int | None
-) -> Tensor:
-    """E (X W), (B, H, K', D), for one E a head or a maximum; X W (B, H, N, D) by rank, zero at padding."""
-    if projection_type == "linear":
-        return _columns(projection, states.shape[2]) @ states
-    slots = _slots(states, kernel_size)
-    if projection_type == "conv":
-        return (slots * projection[:, None, :, None]).sum(dim=-2)
-    count = _slot_counts(states, lengths, kernel_size)  # (1 or B, K')
-    inside = torch.arange(kernel_size, device=states.device) < count[..., None]
-    largest = slots.masked_fill(~inside[:, None, :, :, None], torch.finfo(states.dtype).min).amax(dim=-2)
-    return largest.masked_fill((count == 0)[:, None, :, None], 0)
-
-
-def _slot_counts(states: Tensor, lengths: Tensor | None, kernel_size: int) -> Tensor:
-    """(B, K') int64, or (1, K') without padding: valid tokens in each slot of states (..., N, C)."""
+    A maximum is no matrix: there, the weight of a token in a slot is the share of channels in which it is the maximum.
+    For that alone, the values of the states (B, H, N, D) enter. The other arguments: see `project`.
+    """
     length = states.shape[-2]
-    start = torch.arange(_num_slots(length, kernel_size), device=states.device) * kernel_size
-    ends = torch.full((1, 1), length, device=states.device) if lengths is None else lengths[:, None]
-    return (ends - start).clamp(min=0, max=kernel_size)
+    if projection_type == "linear":
+        matrix = _columns(projection, length)
+        return matrix[None] if matrix.dim() == 3 else matrix[None, None]
+    count = slot_counts(length, lengths, kernel_size, states)  # (1 or B, K')
+    place = torch.arange(length, device=states.device)
+    slot = torch.arange(count.shape[1], device=states.device)[:, None]
+    inside = (place // kernel_size == slot) & (place < slot * kernel_size + count[..., None])  # (1 or B, K', N)
+    if projection_type == "mean_pool":
+        return (inside.to(states.dtype) / count[..., None].clamp_min(1))[:, None]
+    if projection_type == "conv":
+        taps = projection[..., place % kernel_size]  # (N,) or (H, N)
+        taps = taps[:, None] if taps.dim() == 2 else taps
+        return taps * inside[:, None].to(taps.dtype)
+    slots = _slots(states, kernel_size)
+    within = torch.arange(kernel_size, device=states.device) < count[..., None]
+    largest = slots.masked_fill(~within[:, None, ..., None], torch.finfo(states.dtype).min).argmax(dim=-2)
+    shares = F.one_hot(largest, kernel_size).to(states.dtype).mean(dim=-2)  # (B, H, K', S)
+    return shares[..., place % kernel_size] * inside[:, None].to(states.dtype)
+
+
+# ---- attention ----
 
 
 def linformer_attention(
     query: Tensor,
-    hidden_states: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    key_bias: Tensor | None,
-    value_bias: Tensor | None,
-    key_projection: Tensor | None,
-    value_projection: Tensor | None,
+    key: Tensor,
+    value: Tensor,
     mask: Tensor | None = None,
     *,
+    key_projection: Tensor | None,
+    value_projection: Tensor | None,
     projection_type: str = "linear",
     kernel_size: int | None = None,
-    conv_weight: Tensor | None = None,
     dropout_p: float = 0.0,
-    tokens: Tensor | None = None,
+    skip: Tensor | None = None,
+    attend: Attend = attend,
 ) -> Tensor:
-    """Linformer attention in O(N K) time and O(N) memory, from the layer's input to the heads' outputs.
+    """Linformer attention in O(N K) time and O(N) memory.
+
+    Where a projection is shared by the heads, a model may apply it before it makes keys and values, E (X W) = (E X) W,
+    so that K rows go through W instead of N: then use `project` and `attend`.
 
     Args:
-        query: (B, H, N, D). hidden_states: (B, N, C), the layer's input X.
-        key_weight, value_weight: (C, C), as in `nn.Linear.weight`. key_bias, value_bias: (C,) or None.
-        key_projection, value_projection: E and F. For "linear" (K, P), or (H, K, P) with one a head, P >= N; for
-            "conv" the taps, (S,) or (H, S); None for pooling. The same tensor for both is projected with once.
+        query, key, value: (B, H, N, D). Keys and values are projected as they are; a bias that should be added after
+            the projection must not be in them.
         mask: (B, N) bool, True at valid tokens, wherever they lie; None for all valid.
-        projection_type: "linear", "mean_pool", "max_pool" or "conv".
-        kernel_size: S, for all types but "linear".
-        conv_weight: (H, 1, kernel, 1), a depthwise convolution of V that is added; None for none.
+        key_projection, value_projection, projection_type, kernel_size: E and F, see `project`.
         dropout_p: probability of dropping an attention weight.
-        tokens: (T,) int64, ascending, the places of the valid tokens in the flattened mask: `hidden_states` is then
-            (1, T, C), of these tokens alone, and no linear layer sees padding.
+        skip: (B, H, N, D), which is added. On a CPU without gradients the result is written over it.
+        attend: what computes the softmax attention.
 
     Returns: (B, H, N, D). Values at invalid tokens are finite and mean nothing.
     """
-    heads = query.shape[1]
-    states, by_rank, lengths, slot_mask = hidden_states, None, None, None
-    if mask is None and projection_type != "linear" and is_tracing():
-        # There may be slots without a token.
-        mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-    if mask is not None:
-        lengths = mask.long().sum(dim=-1)
-        within = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
-        if tokens is None:
-            states = gather_tokens(hidden_states, positions_by_rank(mask))
-            states = states * within[..., None].to(states.dtype)
-        else:
-            by_rank = within.flatten().nonzero_static(size=len(tokens)).squeeze(-1)
-            states = pad_tokens(hidden_states, by_rank, mask.shape)
-        if projection_type != "linear":
-            slot_mask = _slot_counts(states, lengths, kernel_size) > 0
+    (key, value), lengths = _by_rank((key, value), mask)
+    keys = project(key, key_projection, projection_type, kernel_size, lengths)
+    values = project(value, value_projection, projection_type, kernel_size, lengths)
+    return attend(query, keys, values, slot_mask(key, projection_type, kernel_size, lengths), dropout_p, skip)
 
-    def project(weight: Tensor, bias: Tensor | None, projection: Tensor | None, shared: Tensor | None) -> Tensor:
-        if shared is not None:
-            return split_heads(F.linear(shared, weight, bias), heads)
-        if mask is None or by_rank is None:
-            projected = F.linear(states, weight)
-        else:
-            projected = pad_tokens(F.linear(hidden_states, weight), by_rank, mask.shape)
-        projected = split_heads(projected, heads)
-        projected = _project_heads(projected, projection, lengths, projection_type, kernel_size)
-        return projected if bias is None else projected + bias.view(heads, 1, -1)
 
-    def share(projection: Tensor | None) -> Tensor | None:
-        by_head = projection is not None and projection.dim() == (3 if projection_type == "linear" else 2)
-        if by_head or projection_type == "max_pool":
-            return None
-        return _project_shared(states, projection, lengths, projection_type, kernel_size)
+def linformer_attention_map(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    key_projection: Tensor | None,
+    value_projection: Tensor | None,
+    projection_type: str = "linear",
+    kernel_size: int | None = None,
+    dropout_p: float = 0.0,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """The matrix softmax(q K'ᵀ / √D) F that carries the values of the tokens to the output.
 
-    shared_key = share(key_projection)
-    shared_value = shared_key if value_projection is key_projection else share(value_projection)
-    keys = project(key_weight, key_bias, key_projection, shared_key)
-    values = project(value_weight, value_bias, value_projection, shared_value)
-    skip = None
-    if conv_weight is not None:
-        token_values = F.linear(hidden_states, value_weight, value_bias)
-        if mask is not None and tokens is not None:
-            token_values = pad_tokens(token_values, tokens, mask.shape)
-        skip = depthwise_convolution(split_heads(token_values, heads), conv_weight, mask)
-    return attend(query, keys, values, slot_mask, dropout_p, skip)
+    Args:
+        rows: (R,) or (B, R) int64, the queries whose rows are wanted; None for all N.
+        The others: see `linformer_attention`.
+
+    Returns: (B, H, R, N), zero in the columns of invalid tokens. Its rows need not sum to 1: those of F do not. For
+    "max_pool", F holds the share of channels in which a token is its slot's maximum. Memory is linear in N where rows
+    are given.
+    """
+    (key, value), lengths = _by_rank((key, value), mask)
+    keys = project(key, key_projection, projection_type, kernel_size, lengths)
+    matrix = projection_matrix(value, value_projection, projection_type, kernel_size, lengths)
+    attention_map = slots_map(
+        query, keys, matrix, slot_mask(key, projection_type, kernel_size, lengths), dropout_p=dropout_p, rows=rows
+    )
+    if mask is None:
+        return attention_map
+    ranks = token_ranks(mask)[:, None, None].expand(*attention_map.shape[:3], -1)
+    return attention_map.gather(3, ranks).masked_fill(~mask[:, None, None], 0)
+
+
+def slots_map(
+    query: Tensor,
+    keys: Tensor,
+    matrix: Tensor,
+    slot_mask: Tensor | None,
+    *,
+    dropout_p: float = 0.0,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """The map (B, H, R, N) from the keys of the slots (B, H, K', D) and F as a matrix; columns are tokens by rank."""
+    if rows is not None:
+        query = split_heads(gather_tokens(merge_heads(query), rows.expand(len(query), -1)), query.shape[1])
+    weights = attention_weights(query, keys, visible_keys(slot_mask))
+    return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ matrix
+
+
+def slot_mask(states: Tensor, projection_type: str, kernel_size: int | None, lengths: Tensor | None) -> Tensor | None:
+    """(1 or B, K') bool, True at slots that hold a valid token, where there may be others; states (..., N, D)."""
+    if projection_type == "linear" or (lengths is None and not is_tracing(states)):
+        return None
+    return slot_counts(states.shape[-2], lengths, kernel_size, states) > 0
+
+
+def _by_rank(tensors: tuple[Tensor, ...], mask: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """States (B, H, N, D) with the valid tokens of each row first and zeros after them, and L, (B,)."""
+    if mask is None:
+        return tensors, None
+    positions, lengths = positions_by_rank(mask), mask.sum(dim=-1)
+    padding = torch.arange(mask.shape[1], device=mask.device) >= lengths[:, None]
+    ranked = (gather_tokens(merge_heads(states), positions) for states in tensors)
+    heads = tensors[0].shape[1]
+    return tuple(split_heads(states.masked_fill(padding[..., None], 0), heads) for states in ranked), lengths

@@ -12,27 +12,22 @@ For each row of the batch and each head (equation numbers of the paper):
     F = softmax(q k~ᵀ / √D)                             N×m
     A = softmax(q~ k~ᵀ / √D)                            m×m
     B = softmax(q~ kᵀ / √D)                             m×N, over valid keys
-    out = F A⁺ (B V) + DConv(V)                         (eq. 17 and figure 4)
+    out = F A⁺ (B V) + skip                             (eq. 17; the skip is the convolution of figure 4)
 
 The i-th landmark of a row with L <= M tokens is its i-th token. There A⁺ B is a selection of the row's own tokens, F
 is the exact attention, and so is the result.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import maybe_autocast
+from transformers.utils.import_utils import is_tracing
 
-from .attention_ops import (
-    attend,
-    depthwise_convolution,
-    gather_tokens,
-    is_tracing,
-    merge_heads,
-    positions_by_rank,
-    split_heads,
-)
+from .masked_attention import Attend, attend, attention_weights, visible_keys
+from .precise_product import multiply
+from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
@@ -51,8 +46,9 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
     inverse = matrix.mT / norm.clamp_min(torch.finfo(matrix.dtype).tiny)[..., None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for _ in range(iterations):
-        product = matrix @ inverse
-        inverse = 0.25 * inverse @ (13 * identity - product @ (15 * identity - product @ (7 * identity - product)))
+        product = multiply(matrix, inverse)
+        inner = 15 * identity - multiply(product, 7 * identity - product)
+        inverse = multiply(0.25 * inverse, 13 * identity - multiply(product, inner))
     return inverse
 
 
@@ -91,43 +87,6 @@ def _nystrom_factors(
     return f, (pinv @ b.to(pinv.dtype)).to(query.dtype)
 
 
-def nystrom_attention_map(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None = None,
-    *,
-    num_landmarks: int | None,
-    pinv_iterations: int = 6,
-    rows: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """The attention matrix F A⁺ B (eq. 15) that Nyström attention applies, to look at and to test against.
-
-    Args:
-        query, key: (B, H, N, D). mask: (B, N) bool or None.
-        num_landmarks: M, or None for the exact softmax matrix.
-        pinv_iterations: steps of `iterative_pinv`.
-        rows: (R,) or (B, R) int64, the queries whose rows are wanted; None for all N.
-        dropout_p: probability of dropping an entry of F.
-
-    Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N where rows are given.
-    """
-    batch, heads, length, _ = query.shape
-    maps = []
-    for row in range(batch):
-        valid = torch.arange(length, device=query.device) if mask is None else mask[row].nonzero().squeeze(-1)
-        wanted = query[row]
-        if rows is not None:
-            wanted = wanted[:, rows if rows.dim() == 1 else rows[row]]
-        f, to_tokens = _nystrom_factors(
-            wanted, query[row][:, valid], key[row][:, valid], num_landmarks, pinv_iterations
-        )
-        f = torch.dropout(f, dropout_p, train=dropout_p > 0)
-        full = query.new_zeros(heads, wanted.shape[1], length)
-        maps.append(full.index_copy(-1, valid, f @ to_tokens))
-    return torch.stack(maps)
-
-
 def nystrom_attention_reference(
     query: Tensor,
     key: Tensor,
@@ -136,8 +95,8 @@ def nystrom_attention_reference(
     *,
     num_landmarks: int | None,
     pinv_iterations: int = 6,
-    conv_weight: Tensor | None = None,
     dropout_p: float = 0.0,
+    skip: Tensor | None = None,
 ) -> Tensor:
     """`nystrom_attention` written as in the paper, row by row, storing F and B."""
     contexts = []
@@ -149,9 +108,7 @@ def nystrom_attention_reference(
         f = torch.dropout(f, dropout_p, train=dropout_p > 0)
         contexts.append(f @ (to_tokens @ value[row][:, valid]))
     context = torch.stack(contexts)
-    if conv_weight is not None:
-        context = context + depthwise_convolution(value, conv_weight, mask)
-    return context
+    return context if skip is None else context + skip
 
 
 # ---- fast path: all rows at once, two softmax attentions, nothing of size N×M stored ----
@@ -183,7 +140,7 @@ def landmark_segments(mask: Tensor, num_landmarks: int) -> Segments:
     start = segment * size + (segment - small).clamp_min(0)
     stop = start + size + (segment >= small).long()
     # ceil(N / M), but at least 2 in a graph, which would otherwise hold only for lengths beyond M.
-    longest = length // num_landmarks + 2 if is_tracing() else -(-length // num_landmarks)
+    longest = length // num_landmarks + 2 if is_tracing(mask) else -(-length // num_landmarks)
     rank = start[..., None] + torch.arange(longest, device=mask.device)  # (B, M, S)
     exists = segment < lengths
     inside = (rank < stop[..., None]) & exists[..., None]
@@ -195,7 +152,8 @@ def landmark_segments(mask: Tensor, num_landmarks: int) -> Segments:
 def _segment_means(states: Tensor, num_landmarks: int) -> Tensor:
     """Landmarks (B, H, M, D) of states (B, H, N, D) without padding, N >= M: two groups of segments, as they lie.
 
-    A mean is a product with a row of 1 / s: it reads half precision as it is, adds in float32 and rounds once.
+    A mean is a product with a row of 2⁻ᵉ, times 2ᵉ / s: so half precision is read as it is and added in float32. A row
+    of 1 / s would be rounded, and with it every mean in one direction.
     """
     heads, length = states.shape[1:3]
     size = length // num_landmarks
@@ -205,8 +163,9 @@ def _segment_means(states: Tensor, num_landmarks: int) -> Tensor:
     parts = tokens.split([count * size for count, size in groups], dim=1) if small < num_landmarks else [tokens]
     means = []
     for part, (count, size) in zip(parts, groups, strict=False):
-        shares = tokens.new_full((1, size), 1 / size)
-        means.append((shares @ part.unflatten(1, (count, size))).squeeze(2))
+        share = 2.0 ** -size.bit_length()
+        sums = (tokens.new_full((1, size), share) @ part.unflatten(1, (count, size))).squeeze(2)
+        means.append(sums * (1 / (share * size)))
     return split_heads(torch.cat(means, dim=1) if len(means) > 1 else means[0], heads)
 
 
@@ -214,16 +173,20 @@ def _gathered_means(states: Tensor, segments: Segments) -> Tensor:
     """Landmarks (B, H, M, D) of states (B, H, N, D) of a ragged batch; zero where a landmark does not exist."""
     heads = states.shape[1]
     tokens = gather_tokens(merge_heads(states), segments.positions)  # (B, M, S, H·D)
-    shares = segments.inside.to(tokens.dtype) / segments.size[..., None].to(tokens.dtype)  # (B, M, S)
-    return split_heads((shares.unsqueeze(-2) @ tokens).squeeze(-2), heads)
+    size = segments.size.to(torch.promote_types(tokens.dtype, torch.float32))
+    share = torch.exp2(-torch.ceil(torch.log2(size)))  # as in _segment_means
+    shares = segments.inside.to(tokens.dtype) * share[..., None].to(tokens.dtype)  # (B, M, S)
+    sums = (shares.unsqueeze(-2) @ tokens).squeeze(-2)
+    means = sums.to(size.dtype) / (share * size)[..., None]
+    return split_heads(means.to(tokens.dtype), heads)
 
 
 def _landmark_pinv(query_landmarks: Tensor, key_landmarks: Tensor, exists: Tensor | None, iterations: int) -> Tensor:
     """A⁺ (..., m, m) of A = softmax(q~ k~ᵀ / √D), in float32 at least, zero for landmarks that do not exist."""
     dtype = torch.promote_types(query_landmarks.dtype, torch.float32)
     # Six multiplications in half precision would lose the small singular values, and autocast would make them so.
-    with torch.autocast(query_landmarks.device.type, enabled=False):
-        scores = query_landmarks.to(dtype) @ key_landmarks.to(dtype).mT * query_landmarks.shape[-1] ** -0.5
+    with maybe_autocast(query_landmarks.device.type, enabled=False):
+        scores = multiply(query_landmarks.to(dtype), key_landmarks.to(dtype).mT) * query_landmarks.shape[-1] ** -0.5
         if exists is not None:
             scores = scores.masked_fill(~exists[:, None, None, :], torch.finfo(dtype).min)
         a = torch.softmax(scores, dim=-1)
@@ -232,9 +195,45 @@ def _landmark_pinv(query_landmarks: Tensor, key_landmarks: Tensor, exists: Tenso
         return iterative_pinv(a, iterations)
 
 
-# Where faster kernels are, they are put here: same arguments, None where they do not apply. This file travels alone
-# with checkpoints, so it cannot import them.
-fast_kernels: Callable[..., Tensor | None] | None = None
+class Landmarks(NamedTuple):
+    """What a batch of rows attends through.
+
+    query, key: (B, H, M, D), q~ and k~; zero where a landmark does not exist.
+    pinv: (B, H, M, M), A⁺, in float32 at least.
+    segments: where they come from; None if all rows are full and have more than M tokens.
+    """
+
+    query: Tensor
+    key: Tensor
+    pinv: Tensor
+    segments: Segments | None
+
+
+def _landmarks(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    num_landmarks: int,
+    pinv_iterations: int,
+    segments: Segments | None,
+) -> Landmarks:
+    if mask is None and is_tracing(query):
+        # The graph must hold for lengths on both sides of M.
+        mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    if mask is None:
+        query_landmarks, key_landmarks = (_segment_means(states, num_landmarks) for states in (query, key))
+        exists = None
+    else:
+        segments = landmark_segments(mask, num_landmarks) if segments is None else segments
+        query_landmarks, key_landmarks = (_gathered_means(states, segments) for states in (query, key))
+        exists = segments.exists
+    pinv = _landmark_pinv(query_landmarks, key_landmarks, exists, pinv_iterations)
+    return Landmarks(query_landmarks, key_landmarks, pinv, segments if mask is not None else None)
+
+
+def _is_exact(query: Tensor, num_landmarks: int | None) -> bool:
+    """Whether no row has more than M tokens. A graph that is recorded must hold for those that have."""
+    return num_landmarks is None or (not is_tracing(query) and query.shape[2] <= num_landmarks)
 
 
 def nystrom_attention(
@@ -245,9 +244,10 @@ def nystrom_attention(
     *,
     num_landmarks: int | None,
     pinv_iterations: int = 6,
-    conv_weight: Tensor | None = None,
     dropout_p: float = 0.0,
+    skip: Tensor | None = None,
     segments: Segments | None = None,
+    attend: Attend = attend,
 ) -> Tensor:
     """Nyström attention (eq. 17) in O(N M) time and O(N) memory.
 
@@ -256,46 +256,62 @@ def nystrom_attention(
         mask: (B, N) bool, True at valid tokens, wherever they lie; None for all valid.
         num_landmarks: M. Rows of at most M valid tokens get exact attention. None: exact attention for all.
         pinv_iterations: steps of `iterative_pinv`, in float32 whatever the dtype.
-        conv_weight: (H, 1, kernel, 1), the depthwise convolution of V that is added; None for none.
         dropout_p: probability of dropping an entry of F = softmax(q k~ᵀ / √D), the attention of a token.
+        skip: (B, H, N, D), which is added, such as `depthwise_convolution(value, weight, mask)`. On a CPU without
+            gradients the result is written over it.
         segments: `landmark_segments(mask, num_landmarks)`, to compute it once for many layers.
+        attend: what computes each of the two softmax attentions.
 
     Returns: (B, H, N, D). Values at invalid tokens are finite and mean nothing.
     """
-    length = query.shape[2]
-    # While tracing, the graph must hold for lengths on both sides of M.
-    exact = num_landmarks is None or (not is_tracing() and length <= num_landmarks)
-    if not exact and fast_kernels is not None and not torch.jit.is_tracing():
-        context = fast_kernels(
-            query,
-            key,
-            value,
-            mask,
-            num_landmarks=num_landmarks,
-            pinv_iterations=pinv_iterations,
-            conv_weight=conv_weight,
-            dropout_p=dropout_p,
-            segments=segments,
-        )
-        if context is not None:
-            return context
-    skip = None if conv_weight is None else depthwise_convolution(value, conv_weight, mask)
-    if exact:
+    if _is_exact(query, num_landmarks):
         return attend(query, key, value, mask, dropout_p, skip)
-    if mask is None and is_tracing():
-        mask = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-    if mask is None:
-        query_landmarks = _segment_means(query, num_landmarks)
-        key_landmarks = _segment_means(key, num_landmarks)
-        pinv = _landmark_pinv(query_landmarks, key_landmarks, None, pinv_iterations)
-        landmark_values = pinv @ attend(query_landmarks, key, value).to(pinv.dtype)
-        return attend(query, key_landmarks, landmark_values.to(value.dtype), None, dropout_p, skip)
-    segments = landmark_segments(mask, num_landmarks) if segments is None else segments
-    query_landmarks = _gathered_means(query, segments)
-    key_landmarks = _gathered_means(key, segments)
-    pinv = _landmark_pinv(query_landmarks, key_landmarks, segments.exists, pinv_iterations)
-    landmark_values = (pinv @ attend(query_landmarks, key, value, mask).to(pinv.dtype)).to(value.dtype)
+    landmarks = _landmarks(query, key, mask, num_landmarks, pinv_iterations, segments)
+    seen = attend(landmarks.query, key, value, mask)  # B V
+    landmark_values = (landmarks.pinv @ seen.to(landmarks.pinv.dtype)).to(value.dtype)
+    if landmarks.segments is None:
+        return attend(query, landmarks.key, landmark_values, None, dropout_p, skip)
+    segments = landmarks.segments
     # Where every token is its own landmark, A⁺ B selects the tokens: their own values, first of each segment.
     own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
     landmark_values = torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
-    return attend(query, key_landmarks, landmark_values, segments.exists, dropout_p, skip)
+    return attend(query, landmarks.key, landmark_values, segments.exists, dropout_p, skip)
+
+
+def nystrom_attention_map(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None = None,
+    *,
+    num_landmarks: int | None,
+    pinv_iterations: int = 6,
+    dropout_p: float = 0.0,
+    segments: Segments | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """The attention matrix F A⁺ B (eq. 15) that Nyström attention applies, to look at and to test against.
+
+    Args:
+        rows: (R,) or (B, R) int64, the queries whose rows are wanted; None for all N.
+        The others: see `nystrom_attention`.
+
+    Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N where rows are given.
+    """
+    wanted = query
+    if rows is not None:
+        wanted = split_heads(gather_tokens(merge_heads(query), rows.expand(len(query), -1)), query.shape[1])
+    if _is_exact(query, num_landmarks):
+        f, to_tokens = attention_weights(wanted, key, visible_keys(mask)), None
+    else:
+        landmarks = _landmarks(query, key, mask, num_landmarks, pinv_iterations, segments)
+        b = attention_weights(landmarks.query, key, visible_keys(mask))
+        to_tokens = landmarks.pinv @ b.to(landmarks.pinv.dtype)  # A⁺ B
+        segments = landmarks.segments
+        if segments is not None:
+            places = torch.arange(key.shape[2], device=key.device)
+            own = (segments.positions[:, :, :1] == places) & segments.exists[..., None]  # (B, M, N)
+            to_tokens = torch.where(segments.exact[:, None, None, None], own[:, None].to(to_tokens.dtype), to_tokens)
+        f = attention_weights(wanted, landmarks.key, visible_keys(None if segments is None else segments.exists))
+    f = torch.dropout(f, dropout_p, train=dropout_p > 0)
+    attention_map = f if to_tokens is None else f @ to_tokens.to(f.dtype)
+    return attention_map if mask is None else attention_map.masked_fill(~mask[:, None, None], 0)

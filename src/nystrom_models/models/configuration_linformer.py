@@ -3,14 +3,14 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_encoder import EncoderConfig
+from .configuration_base import BaseConfig, require_odd_kernel, require_one_of
 
 SHARING_MODES = ("none", "headwise", "key_value", "layerwise")
 PROJECTION_TYPES = ("linear", "mean_pool", "max_pool", "conv")
 
 
 @strict
-class LinformerConfig(EncoderConfig):
+class LinformerConfig(BaseConfig):
     r"""
     Configuration of a Linformer (Wang et al. 2020, arXiv:2006.04768).
 
@@ -24,9 +24,10 @@ class LinformerConfig(EncoderConfig):
         projection_type (`str`, defaults to `"linear"`): `"linear"` (a k×N matrix), `"mean_pool"`, `"max_pool"` or
             `"conv"`; the last three have kernel = stride = ceil(N / k), with N = `max_position_embeddings`. Pooling
             has no parameters, and nothing to share.
-        conv_kernel_size (`int` or `None`, defaults to `None`): see `EncoderConfig`.
+        conv_kernel_size (`int` or `None`, defaults to `None`): odd kernel of a depthwise convolution of V along the
+            tokens, which is added to the attention's output, as in a Nyströmformer; `None` for none.
         max_position_embeddings (`int`, defaults to 512): the longest sequence, and the projections' N.
-        The others: see `EncoderConfig`.
+        The others: see `BaseConfig`.
 
     Raises `ValueError` for fields that contradict each other.
 
@@ -44,17 +45,13 @@ class LinformerConfig(EncoderConfig):
     projected_dim: int | list[int] = 256
     share_projection: str = "layerwise"
     projection_type: str = "linear"
+    conv_kernel_size: int | None = None
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        if self.share_projection not in SHARING_MODES:
-            raise ValueError(
-                f"share_projection={self.share_projection!r} is unknown: use one of {', '.join(SHARING_MODES)}."
-            )
-        if self.projection_type not in PROJECTION_TYPES:
-            raise ValueError(
-                f"projection_type={self.projection_type!r} is unknown: use one of {', '.join(PROJECTION_TYPES)}."
-            )
+        require_odd_kernel(self.conv_kernel_size)
+        require_one_of("share_projection", self.share_projection, SHARING_MODES)
+        require_one_of("projection_type", self.projection_type, PROJECTION_TYPES)
         slots = self.projected_dim
         if isinstance(slots, list) and len(slots) != self.num_hidden_layers:
             raise ValueError(
@@ -71,6 +68,20 @@ class LinformerConfig(EncoderConfig):
                 f"projected_dim={slots} differs between layers, which cannot share one projection: use "
                 'share_projection="key_value", or a single number.'
             )
+
+    @property
+    def has_projection_weights(self) -> bool:
+        return self.projection_type in ("linear", "conv")
+
+    @property
+    def shares_projection_between_layers(self) -> bool:
+        return self.has_projection_weights and self.share_projection == "layerwise"
+
+    def slot_size(self, layer_idx: int) -> int | None:
+        """Tokens of a slot in the layer `layer_idx`: ceil(N / k); None for "linear"."""
+        if self.projection_type == "linear":
+            return None
+        return -(-self.max_position_embeddings // self.layer_projected_dim(layer_idx))
 
     def layer_projected_dim(self, layer_idx: int) -> int:
         """k of the layer `layer_idx`."""

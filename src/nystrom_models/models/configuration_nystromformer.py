@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of Nyströmformer models."""
 
+from typing import ClassVar
+
 from huggingface_hub.dataclasses import strict
 
-from .configuration_encoder import EncoderConfig, _require_positive
+from .configuration_base import BaseConfig, require_odd_kernel, require_positive
 
 
 @strict
-class NystromformerConfig(EncoderConfig):
+class NystromformerConfig(BaseConfig):
     r"""
     Configuration of a Nyströmformer (Xiong et al. 2021, arXiv:2102.03902). The fields of Transformers' own
     `NystromformerConfig` keep their names and meaning, so that checkpoints move both ways; the defaults are those of
@@ -18,12 +20,16 @@ class NystromformerConfig(EncoderConfig):
             M tokens get exact attention. `None`: exact softmax attention at every length, in the same model.
         segment_means_seq_len (`int`, defaults to 64): kept and written back for Transformers' own class. It is not
             needed here: landmarks are found for any length.
-        conv_kernel_size (`int` or `None`, defaults to 65): see `EncoderConfig`.
+        conv_kernel_size (`int` or `None`, defaults to 65): odd kernel of the depthwise convolution of V along the
+            tokens, which is added to the attention's output; `None` for none.
         pinv_iterations (`int`, defaults to 6): steps of the iterative pseudo-inverse (eq. 14).
         inv_coeff_init_option (`bool`, defaults to `False`): kept for Transformers' own class. Here the iteration
             always starts from each matrix's own norm (the paper's rule): a start taken over the batch would make an
             example depend on its batch mates.
-        The others: see `EncoderConfig`; `max_position_embeddings` defaults to 510.
+        max_position_embeddings (`int`, defaults to 510): the longest sequence. The table of positions has two rows
+            more: a row's first token has the position id 2, as in Transformers' own class and the published
+            checkpoints, which leave rows 0 and 1 unused.
+        The others: see `BaseConfig`.
 
     Raises `ValueError` for fields that contradict each other.
 
@@ -37,6 +43,7 @@ class NystromformerConfig(EncoderConfig):
     """
 
     model_type = "nystromformer"
+    first_position: ClassVar[int] = 2
 
     max_position_embeddings: int = 510
     segment_means_seq_len: int = 64
@@ -47,11 +54,12 @@ class NystromformerConfig(EncoderConfig):
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
+        require_odd_kernel(self.conv_kernel_size)
         if self.num_landmarks is not None and self.num_landmarks < 1:
             raise ValueError(
                 f"num_landmarks={self.num_landmarks} must be at least 1 (64 in the paper), or None for softmax."
             )
-        _require_positive("segment_means_seq_len", self.segment_means_seq_len)
+        require_positive("segment_means_seq_len", self.segment_means_seq_len)
         if self.pinv_iterations < 1:
             raise ValueError(f"pinv_iterations={self.pinv_iterations} must be at least 1 (6 in the paper).")
 

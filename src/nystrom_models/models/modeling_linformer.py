@@ -1,117 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linformer models (Wang et al. 2020, arXiv:2006.04768)."""
+"""Linformer models (Wang et al. 2020, arXiv:2006.04768).
+
+The biases of keys and values come after the projection, as in the authors' code. Where a projection is shared by the
+heads, it comes before the linear layers: E (X W) + b = (E X) W + b, and K rows go through W instead of N.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .attention_linformer import linformer_attention, linformer_attention_map, linformer_attention_reference
-from .attention_ops import depthwise_convolution, split_heads
+from .attention_linformer import project, projection_matrix, slot_mask, slots_map
+from .batch import Batch
 from .configuration_linformer import LinformerConfig
-from .encoder import (
-    EncoderForMaskedLM,
-    EncoderForMultipleChoice,
-    EncoderForPreTraining,
-    EncoderForQuestionAnswering,
-    EncoderForSequenceClassification,
-    EncoderForTokenClassification,
-    EncoderModel,
-    EncoderPreTrainedModel,
-    EncoderSelfAttention,
-    EncoderStack,
+from .layers import LayerStack
+from .modeling_base import BaseModel, BasePreTrainedModel
+from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
+from .self_attention import SelfAttention
+from .task_heads import (
+    BaseForMultipleChoice,
+    BaseForQuestionAnswering,
+    BaseForSequenceClassification,
+    BaseForTokenClassification,
 )
+from .token_layout import split_heads
 
 
 class SequenceProjection(nn.Module):
-    """E or F: a (k, N) matrix for "linear", ceil(N / k) taps for "conv"; a leading axis if each head has its own."""
+    """E or F: a (k, N) matrix for "linear", ceil(N / k) taps for "conv", with a leading axis if each head has its own;
+    nothing for pooling."""
 
-    def __init__(self, config: LinformerConfig, projected_dim: int, by_head: bool):
+    def __init__(self, config: LinformerConfig, projected_dim: int, by_head: bool = False):
         super().__init__()
+        self.projection_type = config.projection_type
         length = config.max_position_embeddings
-        shape = (projected_dim, length) if config.projection_type == "linear" else (-(-length // projected_dim),)
-        if by_head:
-            shape = (config.num_attention_heads, *shape)
-        self.weight = nn.Parameter(torch.empty(shape))
+        self.kernel_size = None if self.projection_type == "linear" else -(-length // projected_dim)
+        shape = (self.kernel_size,) if self.kernel_size else (projected_dim, length)
         # As in the authors' code (Xavier with gain 1/√2): projected tokens then have about the size of tokens.
-        self.std = sum(shape[-2:]) ** -0.5 if config.projection_type == "linear" else shape[-1] ** -0.5
+        self.std = sum(shape) ** -0.5
+        self.weight = None
+        if self.projection_type in ("linear", "conv"):
+            self.weight = nn.Parameter(torch.empty((config.num_attention_heads, *shape) if by_head else shape))
+
+    def forward(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
+        """Tokens by rank, (B, N, C) or (B, H, N, D), -> slots (B, K', C) or (B, H, K', D), see `project`.
+
+        as_matrix: instead, what acts on the tokens, (1 or B, 1 or H, K', N), see `projection_matrix`.
+        """
+        arguments = (states, self.weight, self.projection_type, self.kernel_size, lengths)
+        return projection_matrix(*arguments).clone() if as_matrix else project(*arguments)
 
 
-def _has_weights(config: LinformerConfig) -> bool:
-    return config.projection_type in ("linear", "conv")
+class LinformerPlan(NamedTuple):
+    """lengths: (B,) int64, valid tokens of each row; None if all rows are full. projection: what all layers share."""
+
+    lengths: Tensor | None
+    projection: Callable[..., Tensor] | None
 
 
-class LinformerSelfAttention(EncoderSelfAttention):
+class LinformerSelfAttention(SelfAttention):
     def __init__(self, config: LinformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        projected_dim = config.layer_projected_dim(layer_idx)
-        self.kernel_size = None
-        if config.projection_type != "linear":
-            self.kernel_size = -(-config.max_position_embeddings // projected_dim)
         self.key_projection = self.value_projection = None
-        if _has_weights(config) and config.share_projection != "layerwise":
-            by_head = config.share_projection == "none"
-            self.key_projection = SequenceProjection(config, projected_dim, by_head)
-            if config.share_projection != "key_value":
-                self.value_projection = SequenceProjection(config, projected_dim, by_head)
+        by_head = config.has_projection_weights and config.share_projection == "none"
+        # A maximum does not commute with the linear layers, and neither does what differs between heads.
+        self.projects_first = not by_head and config.projection_type != "max_pool"
+        if config.shares_projection_between_layers:
+            return
+        projected_dim = config.layer_projected_dim(layer_idx)
+        self.key_projection = SequenceProjection(config, projected_dim, by_head)
+        if config.has_projection_weights and config.share_projection != "key_value":
+            self.value_projection = SequenceProjection(config, projected_dim, by_head)
 
-    def attend(
-        self,
-        query: Tensor,
-        hidden_states: Tensor,
-        mask: Tensor | None,
-        tokens: Tensor | None,
-        shared: Tensor | None,
-        output_attentions: bool,
-        attention_rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        key_projection = shared if self.key_projection is None else self.key_projection.weight
-        value_projection = key_projection if self.value_projection is None else self.value_projection.weight
-        if self.is_eager:
-            # The reference picks the valid tokens of each row by itself.
-            hidden_states, tokens = self.in_rows(hidden_states, mask, tokens), None
-        arguments = (
-            query,
-            hidden_states,
-            self.key.weight,
-            self.value.weight,
-            self.key.bias,
-            self.value.bias,
-            key_projection,
-            value_projection,
-            mask,
-        )
-        options = {"projection_type": self.config.projection_type, "kernel_size": self.kernel_size}
-        attentions = None
-        if output_attentions:
+    def attend(self, hidden_states: Tensor, batch: Batch) -> Tensor:
+        lengths, shared = batch.plan
+        key_projection = shared if self.key_projection is None else self.key_projection
+        value_projection = key_projection if self.value_projection is None else self.value_projection
+        query = self.in_heads(self.query(hidden_states), batch)
+        if self.projects_first:
+            rows = batch.to_clean_rows(hidden_states)
+            # What layers share may lie on another device.
+            slots = key_projection(rows, lengths).to(rows.device)
+            keys = split_heads(self.key(slots), self.num_heads)
+            if value_projection is not key_projection:
+                slots = value_projection(rows, lengths)
+            values = split_heads(self.value(slots), self.num_heads)
+        else:
+            keys = self.project_heads(self.key, key_projection, hidden_states, batch)
+            values = self.project_heads(self.value, value_projection, hidden_states, batch)
+        skip = None
+        if self.conv is not None:
+            skip = self.convolve(self.in_heads(self.value(hidden_states), batch), batch)
+        mask = slot_mask(query, self.config.projection_type, self.config.slot_size(self.layer_idx), lengths)
+        if batch.maps is not None:
+            tokens, bias = without_bias(self.value, hidden_states)
+            tokens = self.in_heads(tokens, batch)
+            matrix = value_projection(tokens, lengths, as_matrix=True).to(tokens.device)
             dropout_p = self.dropout if self.is_eager else 0.0
-            attentions = linformer_attention_map(*arguments, rows=attention_rows, dropout_p=dropout_p, **options)
-        options |= {"conv_weight": self.conv_weight, "dropout_p": self.dropout}
-        if not self.is_eager:
-            return linformer_attention(*arguments, tokens=tokens, **options), attentions
-        if attentions is None or attention_rows is not None or self.config.projection_type == "max_pool":
-            return linformer_attention_reference(*arguments, **options), attentions
-        # Through the map that is returned, so that gradients reach it.
-        values = split_heads(F.linear(hidden_states, self.value.weight), self.num_heads)
-        bias = self.value.bias.view(self.num_heads, 1, -1)
-        context = attentions @ values + bias
-        if self.conv_weight is not None:
-            context = context + depthwise_convolution(values + bias, self.conv_weight, mask)
-        return context, attentions
+            attention_map = batch.record(
+                slots_map(query, keys, matrix, mask, rows=batch.maps.rows, dropout_p=dropout_p)
+            )
+            if self.is_eager and batch.maps.rows is None and self.config.projection_type != "max_pool":
+                # Through the map that is returned, so that gradients reach it.
+                context = attention_map @ tokens + split_heads(bias, self.num_heads)
+                return context if skip is None else context + skip
+        return self.softmax_attention(query, keys, values, mask, self.dropout, skip)
+
+    def project_heads(self, linear: nn.Module, projection: nn.Module, hidden_states: Tensor, batch: Batch) -> Tensor:
+        """E (X W) + b, (B, H, K', D), for what comes after the linear layer."""
+        lengths = batch.plan.lengths
+        if self.config.projection_type == "max_pool":
+            return projection(self.in_heads(linear(hidden_states), batch), lengths)
+        tokens, bias = without_bias(linear, hidden_states)
+        tokens = split_heads(batch.to_clean_rows(tokens), self.num_heads)
+        return projection(tokens, lengths) + split_heads(bias, self.num_heads)
 
 
-class LinformerStack(EncoderStack):
-    def __init__(self, config: LinformerConfig, self_attention_class: type[EncoderSelfAttention]):
+def without_bias(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
+    """X W, (B, N, C), and b, (B, 1, C), of a linear layer X W + b.
+
+    The bias is what the layer makes of zeros: it is not read, because adapters, offload and quantization change the
+    layer behind its call.
+    """
+    outputs = linear(F.pad(states, (0, 0, 0, 1)))
+    bias = outputs[:, -1:]
+    return outputs[:, :-1] - bias, bias
+
+
+class LinformerStack(LayerStack):
+    def __init__(self, config: LinformerConfig, self_attention_class: type[SelfAttention]):
         super().__init__(config, self_attention_class)
         self.sequence_projection = None
-        if _has_weights(config) and config.share_projection == "layerwise" and config.num_hidden_layers:
-            self.sequence_projection = SequenceProjection(config, config.layer_projected_dim(0), by_head=False)
+        if config.shares_projection_between_layers and config.num_hidden_layers:
+            self.sequence_projection = SequenceProjection(config, config.layer_projected_dim(0))
 
-    def shared_inputs(self, mask: Tensor | None, length: int) -> Tensor | None:
-        return None if self.sequence_projection is None else self.sequence_projection.weight
+    def plan(self, batch: Batch) -> LinformerPlan:
+        lengths = None if batch.mask is None else batch.mask.sum(dim=-1)
+        # A function: Accelerate would move a module that it finds among the arguments of a layer.
+        shared = None if self.sequence_projection is None else self._project_shared
+        return LinformerPlan(lengths, shared)
+
+    def _project_shared(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
+        return self.sequence_projection(states, lengths, as_matrix)
 
 
-class LinformerPreTrainedModel(EncoderPreTrainedModel):
+class LinformerPreTrainedModel(BasePreTrainedModel):
     config: LinformerConfig
     config_class = LinformerConfig
     base_model_prefix = "linformer"
@@ -121,38 +157,52 @@ class LinformerPreTrainedModel(EncoderPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, SequenceProjection):
+        if isinstance(module, SequenceProjection) and module.weight is not None:
             init.normal_(module.weight, mean=0.0, std=module.std)
 
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """As the base class; the columns of linear projections are repeated or cut with the positions.
 
-class LinformerModel(EncoderModel, LinformerPreTrainedModel):
+        Raises ValueError for pooling and convolution, whose slots would hold other tokens.
+        """
+        if self.config.projection_type != "linear":
+            raise ValueError(
+                f'projection_type="{self.config.projection_type}" has slots of ceil(max_position_embeddings / '
+                "projected_dim) tokens, which would change with the length: make a new model."
+            )
+        super().resize_position_embeddings(new_num_position_embeddings)
+        for module in self.modules():
+            if isinstance(module, SequenceProjection):
+                columns = torch.arange(new_num_position_embeddings, device=module.weight.device)
+                weight = module.weight.detach()[..., columns % module.weight.shape[-1]]
+                module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+
+
+class LinformerModel(BaseModel, LinformerPreTrainedModel):
     """Linformer encoder, with a pooler over its first token unless `add_pooling_layer=False`."""
 
 
-LinformerPreTrainedModel.base_model_class = LinformerModel
-
-
-class LinformerForPreTraining(EncoderForPreTraining, LinformerPreTrainedModel):
+class LinformerForPreTraining(BaseForPreTraining, LinformerPreTrainedModel):
     """Linformer with a masked language modelling head and a sentence order head."""
 
 
-class LinformerForMaskedLM(EncoderForMaskedLM, LinformerPreTrainedModel):
+class LinformerForMaskedLM(BaseForMaskedLM, LinformerPreTrainedModel):
     """Linformer with a masked language modelling head."""
 
 
-class LinformerForSequenceClassification(EncoderForSequenceClassification, LinformerPreTrainedModel):
+class LinformerForSequenceClassification(BaseForSequenceClassification, LinformerPreTrainedModel):
     """Linformer with a classification or regression head over its first token."""
 
 
-class LinformerForTokenClassification(EncoderForTokenClassification, LinformerPreTrainedModel):
+class LinformerForTokenClassification(BaseForTokenClassification, LinformerPreTrainedModel):
     """Linformer with a classification head over every token."""
 
 
-class LinformerForQuestionAnswering(EncoderForQuestionAnswering, LinformerPreTrainedModel):
+class LinformerForQuestionAnswering(BaseForQuestionAnswering, LinformerPreTrainedModel):
     """Linformer with a head for the first and the last token of an answer."""
 
 
-class LinformerForMultipleChoice(EncoderForMultipleChoice, LinformerPreTrainedModel):
+class LinformerForMultipleChoice(BaseForMultipleChoice, LinformerPreTrainedModel):
     """Linformer with a head that scores each of several choices."""
 
 

@@ -2,104 +2,99 @@
 """Nyströmformer models (Xiong et al. 2021, arXiv:2102.03902)."""
 
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
-from .attention_nystrom import (
-    Segments,
-    landmark_segments,
-    nystrom_attention,
-    nystrom_attention_map,
-    nystrom_attention_reference,
-)
-from .attention_ops import depthwise_convolution, is_tracing, split_heads
+from .attention_nystrom import Segments, landmark_segments, nystrom_attention, nystrom_attention_map
+from .batch import Batch
 from .configuration_nystromformer import NystromformerConfig
-from .encoder import (
-    EncoderForMaskedLM,
-    EncoderForMultipleChoice,
-    EncoderForPreTraining,
-    EncoderForQuestionAnswering,
-    EncoderForSequenceClassification,
-    EncoderForTokenClassification,
-    EncoderModel,
-    EncoderPreTrainedModel,
-    EncoderSelfAttention,
-    EncoderStack,
+from .layers import LayerStack
+from .modeling_base import BaseModel, BasePreTrainedModel
+from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
+from .self_attention import SelfAttention
+from .task_heads import (
+    BaseForMultipleChoice,
+    BaseForQuestionAnswering,
+    BaseForSequenceClassification,
+    BaseForTokenClassification,
 )
 
+# The `attn_implementation` that computes all of the attention in Triton kernels, where the package is installed.
+KERNELS = "nystrom_triton"
 
-class NystromformerSelfAttention(EncoderSelfAttention):
-    def attend(
-        self,
-        query: Tensor,
-        hidden_states: Tensor,
-        mask: Tensor | None,
-        tokens: Tensor | None,
-        shared: Segments | None,
-        output_attentions: bool,
-        attention_rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        key = split_heads(self.in_rows(self.key(hidden_states), mask, tokens), self.num_heads)
-        value = split_heads(self.in_rows(self.value(hidden_states), mask, tokens), self.num_heads)
-        options = {"num_landmarks": self.config.num_landmarks, "pinv_iterations": self.config.pinv_iterations}
-        attentions = None
-        if output_attentions:
+
+class NystromformerSelfAttention(SelfAttention):
+    def attend(self, hidden_states: Tensor, batch: Batch) -> Tensor:
+        query, key, value = (
+            self.in_heads(project(hidden_states), batch) for project in (self.query, self.key, self.value)
+        )
+        options = {
+            "num_landmarks": self.config.num_landmarks,
+            "pinv_iterations": self.config.pinv_iterations,
+            "segments": batch.plan,
+        }
+        if batch.maps is not None:
             dropout_p = self.dropout if self.is_eager else 0.0
-            attentions = nystrom_attention_map(query, key, mask, rows=attention_rows, dropout_p=dropout_p, **options)
-        options |= {"conv_weight": self.conv_weight, "dropout_p": self.dropout}
-        if not self.is_eager:
-            return nystrom_attention(query, key, value, mask, segments=shared, **options), attentions
-        if attentions is None or attention_rows is not None:
-            return nystrom_attention_reference(query, key, value, mask, **options), attentions
-        # Through the map that is returned, so that gradients reach it.
-        context = attentions @ value
-        if self.conv_weight is not None:
-            context = context + depthwise_convolution(value, self.conv_weight, mask)
-        return context, attentions
+            attention_map = batch.record(
+                nystrom_attention_map(query, key, batch.mask, rows=batch.maps.rows, dropout_p=dropout_p, **options)
+            )
+            if self.is_eager and batch.maps.rows is None:
+                # Through the map that is returned, so that gradients reach it.
+                skip = self.convolve(value, batch)
+                return attention_map @ value if skip is None else attention_map @ value + skip
+        options["dropout_p"] = self.dropout
+        if self.config._attn_implementation == KERNELS:
+            value = self.without_padding(value, batch)
+            context, _ = ALL_ATTENTION_FUNCTIONS[KERNELS](self, query, key, value, batch.mask, **options)
+            return context.transpose(1, 2)
+        skip = self.convolve(value, batch)
+        return nystrom_attention(query, key, value, batch.mask, skip=skip, attend=self.softmax_attention, **options)
 
 
-class NystromformerStack(EncoderStack):
-    def shared_inputs(self, mask: Tensor | None, length: int) -> Segments | None:
+class NystromformerStack(LayerStack):
+    def plan(self, batch: Batch) -> Segments | None:
         landmarks = self.config.num_landmarks
-        if mask is None or landmarks is None or (not is_tracing() and length <= landmarks):
+        if batch.mask is None or landmarks is None:
             return None
-        return landmark_segments(mask, landmarks)
+        if not is_tracing(batch.mask) and batch.rows[1] <= landmarks:
+            return None
+        return landmark_segments(batch.mask, landmarks)
 
 
-class NystromformerPreTrainedModel(EncoderPreTrainedModel):
+class NystromformerPreTrainedModel(BasePreTrainedModel):
     config: NystromformerConfig
     config_class = NystromformerConfig
     base_model_prefix = "nystromformer"
     self_attention_class = NystromformerSelfAttention
     stack_class = NystromformerStack
+    kernels = KERNELS
 
 
-class NystromformerModel(EncoderModel, NystromformerPreTrainedModel):
+class NystromformerModel(BaseModel, NystromformerPreTrainedModel):
     """Nyströmformer encoder, with a pooler over its first token unless `add_pooling_layer=False`."""
 
 
-NystromformerPreTrainedModel.base_model_class = NystromformerModel
-
-
-class NystromformerForPreTraining(EncoderForPreTraining, NystromformerPreTrainedModel):
+class NystromformerForPreTraining(BaseForPreTraining, NystromformerPreTrainedModel):
     """Nyströmformer with a masked language modelling head and a sentence order head."""
 
 
-class NystromformerForMaskedLM(EncoderForMaskedLM, NystromformerPreTrainedModel):
+class NystromformerForMaskedLM(BaseForMaskedLM, NystromformerPreTrainedModel):
     """Nyströmformer with a masked language modelling head."""
 
 
-class NystromformerForSequenceClassification(EncoderForSequenceClassification, NystromformerPreTrainedModel):
+class NystromformerForSequenceClassification(BaseForSequenceClassification, NystromformerPreTrainedModel):
     """Nyströmformer with a classification or regression head over its first token."""
 
 
-class NystromformerForTokenClassification(EncoderForTokenClassification, NystromformerPreTrainedModel):
+class NystromformerForTokenClassification(BaseForTokenClassification, NystromformerPreTrainedModel):
     """Nyströmformer with a classification head over every token."""
 
 
-class NystromformerForQuestionAnswering(EncoderForQuestionAnswering, NystromformerPreTrainedModel):
+class NystromformerForQuestionAnswering(BaseForQuestionAnswering, NystromformerPreTrainedModel):
     """Nyströmformer with a head for the first and the last token of an answer."""
 
 
-class NystromformerForMultipleChoice(EncoderForMultipleChoice, NystromformerPreTrainedModel):
+class NystromformerForMultipleChoice(BaseForMultipleChoice, NystromformerPreTrainedModel):
     """Nyströmformer with a head that scores each of several choices."""
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from ..models.configuration_encoder import EncoderConfig
+from ..models.configuration_base import BaseConfig
 from ..models.configuration_linformer import LinformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
 
@@ -86,7 +86,7 @@ def _num_parameters(output_dir: Path) -> int:
     return count
 
 
-def _limits(config: EncoderConfig) -> list[str]:
+def _limits(config: BaseConfig) -> list[str]:
     limits = [f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."]
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is not None:
@@ -94,7 +94,14 @@ def _limits(config: EncoderConfig) -> list[str]:
                 f"Inputs of more than {config.num_landmarks} tokens get an approximation of softmax attention through "
                 f"{config.num_landmarks} landmarks; shorter ones get it exactly."
             )
-        limits.append("Loaded otherwise than above, Transformers' own class of this name may compute something else.")
+        limits.append(
+            "Loaded otherwise than above, it becomes Transformers' own class of this name, which with these values "
+            + (
+                "computes exact attention instead, in quadratic time."
+                if config.num_landmarks == config.segment_means_seq_len
+                else "computes something else."
+            )
+        )
     elif isinstance(config, LinformerConfig):
         slots = config.projected_dim
         number = f"{min(slots)} to {max(slots)}" if isinstance(slots, list) else str(slots)
@@ -114,6 +121,9 @@ def _hardware() -> str:
 def _versions() -> str:
     found = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
+        if package == "torch":
+            found.append(f"torch {torch.__version__}")  # with the build, such as +cu130, which its metadata may lack
+            continue
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
@@ -169,7 +179,7 @@ def model_card(
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: save the model there with save_pretrained.")
     config = AutoConfig.from_pretrained(folder)
-    if not isinstance(config, EncoderConfig):
+    if not isinstance(config, BaseConfig):
         raise ValueError(f"{folder} holds a {config.model_type!r} model; cards are for {list(FAMILIES)}.")
     architecture = (config.architectures or ["none"])[0]
     task = _task(architecture)

@@ -23,7 +23,7 @@ from ..conversion.encoders import SOURCE_TYPES
 from ..data.classification import require_column
 from ..data.loading import eval_dataloader, stream_dataloader, train_dataloader
 from ..data.pretraining import PretrainingCollator, pretraining_dataset, pretraining_stream
-from ..models.configuration_encoder import EncoderConfig
+from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
 from .loop import evaluate, log_figures, save_pretrained, train
 from .objectives import PretrainingObjective
@@ -78,10 +78,10 @@ class PretrainingArguments(RunArguments, DataArguments):
             self.eval_strategy = "no"  # a stream does not tell where its epoch ends
 
 
-def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> EncoderConfig:
+def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> BaseConfig:
     name = str(args.config_name or args.model_name_or_path)
     config = AutoConfig.from_pretrained(name)
-    if not isinstance(config, EncoderConfig):
+    if not isinstance(config, BaseConfig):
         raise ValueError(
             f"{name} is a {config.model_type!r} configuration: --config_name must name a Nyströmformer or a "
             "Linformer, such as configs/nystromformer/base-512.json."
@@ -105,7 +105,7 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> E
     return config
 
 
-def _model(args: PretrainingArguments, config: EncoderConfig) -> PreTrainedModel:
+def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     if args.model_name_or_path is None:
         return AutoModelForPreTraining.from_config(config)
     source = AutoConfig.from_pretrained(args.model_name_or_path)

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
-from ..models.configuration_encoder import EncoderConfig
+from ..models.configuration_base import BaseConfig
 from .arguments import RunArguments
 from .curve import plot_history
 from .hub import push
@@ -102,7 +102,7 @@ def finish_run(
         plot_history(
             {Path(args.output_dir).resolve().name: state.history}, Path(args.output_dir, "training_curve.png")
         )
-        if isinstance(AutoConfig.from_pretrained(args.output_dir), EncoderConfig):
+        if isinstance(AutoConfig.from_pretrained(args.output_dir), BaseConfig):
             hyperparameters = {**_hyperparameters(*arguments), "steps": state.step}
             if accelerator.num_processes > 1:
                 hyperparameters["processes"] = accelerator.num_processes

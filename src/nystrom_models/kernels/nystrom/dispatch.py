@@ -18,13 +18,14 @@ logger = logging.get_logger(__name__)
 def why_not(*arguments: Any, **options: Any) -> str | None:
     """Why the kernels do not compute this attention, with what to change; None if they do.
 
-    Arguments: those of `AttentionInputs`, which are those of `attention_nystrom.nystrom_attention`.
+    Arguments: those of `AttentionInputs`, which are those of `attention_nystrom.nystrom_attention`, with the
+    convolution's weight instead of its result.
     """
     return AttentionInputs(*arguments, **options).why_not()
 
 
 def nystrom_attention(*arguments: Any, **options: Any) -> Tensor:
-    """`attention_nystrom.nystrom_attention` by the kernels; differentiable once.
+    """`attention_nystrom.nystrom_attention`, with the convolution, by the kernels; differentiable once.
 
     Raises ValueError where `why_not`, of the same arguments, has a reason.
 
@@ -49,7 +50,9 @@ def nystrom_attention_if_possible(*arguments: Any, **options: Any) -> Tensor | N
     if reason is None:
         return compute(inputs)
     if not torch.compiler.is_compiling():
-        logger.warning_once(f"Nyström attention without its Triton kernels: {reason}.")
+        logger.warning_once(
+            f'Nyström attention without its Triton kernels: {reason}. attn_implementation="sdpa" silences this.'
+        )
     return None
 
 

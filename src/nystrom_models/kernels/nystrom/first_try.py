@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...models.attention_nystrom import nystrom_attention_reference
+from ...models.depthwise_convolution import depthwise_convolution
 from .inputs import AttentionInputs
 
 # Largest difference over largest value, of outputs and gradients: roundings stay far below, faults do not.
@@ -120,6 +121,9 @@ def _try(variant: Variant, attend: Callable[[AttentionInputs], Tensor]) -> str |
 
 
 def _reference(inputs: AttentionInputs) -> Tensor:
+    skip = None
+    if inputs.conv_weight is not None:
+        skip = depthwise_convolution(inputs.value, inputs.conv_weight, inputs.mask)
     return nystrom_attention_reference(
         inputs.query,
         inputs.key,
@@ -127,5 +131,5 @@ def _reference(inputs: AttentionInputs) -> Tensor:
         inputs.mask,
         num_landmarks=inputs.num_landmarks,
         pinv_iterations=inputs.pinv_iterations,
-        conv_weight=inputs.conv_weight,
+        skip=skip,
     )

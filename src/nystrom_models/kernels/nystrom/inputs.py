@@ -34,7 +34,10 @@ def _power_of_two(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """The arguments of `attention_nystrom.nystrom_attention`."""
+    """The arguments of `attention_nystrom.nystrom_attention`, and instead of `skip` the convolution's weight.
+
+    conv_weight: (H, 1, T, 1), T odd; None for no convolution.
+    """
 
     query: Tensor
     key: Tensor

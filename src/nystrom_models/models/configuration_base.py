@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the configurations of all families share: fields under Transformers' names, and their validation."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
+LAYER_NORM_POSITIONS = ("post", "pre")
+POOLINGS = ("first", "mean", "last")
+
 
 @strict
-class EncoderConfig(PreTrainedConfig):
+class BaseConfig(PreTrainedConfig):
     r"""
-    Fields of every family.
+    Fields of every family, and what a family states about itself:
+
+    - `first_position`: the position id of a row's first token.
+    - `may_be_causal`: whether the family's attention can be causal (`is_decoder=True`).
 
     Args:
         vocab_size (`int`, defaults to 30000): number of tokens.
@@ -21,19 +27,30 @@ class EncoderConfig(PreTrainedConfig):
         hidden_act (`str`, defaults to `"gelu_new"`): activation of the feed-forward layer and the heads.
         hidden_dropout_prob (`float`, defaults to 0.1): dropout of embeddings, sub-layer outputs and heads.
         attention_probs_dropout_prob (`float`, defaults to 0.1): dropout of the weights a token attends with.
-        max_position_embeddings (`int`, defaults to 512): the longest sequence, in tokens. The table of positions has
-            two rows more, and positions start at 2, as in the published Nyströmformer checkpoints.
+        max_position_embeddings (`int`, defaults to 512): the longest sequence, in tokens.
         type_vocab_size (`int`, defaults to 2): number of token types (segments).
-        conv_kernel_size (`int` or `None`): odd kernel of the depthwise convolution of V that is added to the
-            attention's output; `None` for none.
         initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights.
         layer_norm_eps (`float`, defaults to 1e-5): epsilon of the layer norms.
+        layer_norm_position (`str`, defaults to `"post"`): `"post"` normalises after each sub-layer and its residual,
+            as in BERT; `"pre"` normalises the input of each sub-layer, and the output of the last layer (Xiong et al.
+            2020, arXiv:2002.04745).
+        unpad_inputs (`bool`, defaults to `True`): compute the valid tokens of padded batches alone, where there is
+            enough padding for it to pay. Hidden states inside the encoder are then (1, number of valid tokens,
+            hidden_size), which hooks on its layers see. With `False` they are always (batch, length, hidden_size),
+            with the valid tokens first in each row. What the model returns is the same.
         classifier_dropout (`float`, *optional*): dropout of the classification heads; `hidden_dropout_prob` if `None`.
+        classifier_pooling (`str`, defaults to `"first"`): what sequences are classified by: the state of their
+            `"first"` or `"last"` valid token, or the `"mean"` of all valid tokens.
         sparse_prediction (`bool`, defaults to `False`): with labels, compute the masked-language-modelling logits only
             where a label is not `sparse_pred_ignore_index`: logits are then (number of labels, vocab_size).
         sparse_pred_ignore_index (`int`, defaults to -100): the label of tokens that are not predicted.
         tie_word_embeddings (`bool`, defaults to `True`): share the word embeddings with the output layer.
     """
+
+    first_position: ClassVar[int] = 0
+    may_be_causal: ClassVar[bool] = False
+    # The losses that ForPreTraining reports beside its logits are no predictions.
+    keys_to_ignore_at_inference = ["past_key_values", "mlm_loss", "sop_loss"]
 
     vocab_size: int = 30000
     hidden_size: int = 768
@@ -45,10 +62,12 @@ class EncoderConfig(PreTrainedConfig):
     attention_probs_dropout_prob: float | int = 0.1
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
-    conv_kernel_size: int | None = None
     initializer_range: float = 0.02
     layer_norm_eps: float = 1e-5
+    layer_norm_position: str = "post"
+    unpad_inputs: bool = True
     classifier_dropout: float | int | None = None
+    classifier_pooling: str = "first"
     sparse_prediction: bool = False
     sparse_pred_ignore_index: int = -100
     pad_token_id: int | None = 1
@@ -76,9 +95,15 @@ class EncoderConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Raises ValueError, naming the field and a value that works, if the fields contradict each other."""
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "type_vocab_size"):
-            _require_positive(name, getattr(self, name))
-        _require_positive("max_position_embeddings", self.max_position_embeddings)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_attention_heads",
+            "intermediate_size",
+            "type_vocab_size",
+            "max_position_embeddings",
+        ):
+            require_positive(name, getattr(self, name))
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
         heads, width = self.num_attention_heads, self.hidden_size
@@ -87,19 +112,33 @@ class EncoderConfig(PreTrainedConfig):
                 f"hidden_size={width} is not a multiple of num_attention_heads={heads}: "
                 f"use hidden_size={-(-width // heads) * heads} or another number of heads."
             )
-        kernel = self.conv_kernel_size
-        if kernel is not None and (kernel < 1 or kernel % 2 == 0):
-            raise ValueError(
-                f"conv_kernel_size={kernel} must be odd and positive, so that the convolution keeps the length: "
-                f"use {max(kernel, 0) + 1}, or None for no convolution."
-            )
-        if self.is_decoder or self.add_cross_attention or getattr(self, "is_causal", False):
+        require_one_of("layer_norm_position", self.layer_norm_position, LAYER_NORM_POSITIONS)
+        require_one_of("classifier_pooling", self.classifier_pooling, POOLINGS)
+        if self.add_cross_attention:
+            raise ValueError(f"{type(self).__name__} has no cross-attention: use add_cross_attention=False.")
+        if not self.may_be_causal and (self.is_decoder or getattr(self, "is_causal", False)):
             raise ValueError(
                 f"{type(self).__name__} describes an encoder: its attention sees the whole sequence. Use "
-                "is_decoder=False, add_cross_attention=False and is_causal=False."
+                "is_decoder=False and is_causal=False."
             )
 
 
-def _require_positive(name: str, value: int) -> None:
+def require_positive(name: str, value: int) -> None:
+    """Raises ValueError for a field that must be at least 1."""
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1.")
+
+
+def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError for a field that is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(choices)}.")
+
+
+def require_odd_kernel(kernel_size: int | None) -> None:
+    """Raises ValueError for a `conv_kernel_size` with which a convolution would not keep the length."""
+    if kernel_size is not None and (kernel_size < 1 or kernel_size % 2 == 0):
+        raise ValueError(
+            f"conv_kernel_size={kernel_size} must be odd and positive, so that the convolution keeps the length: "
+            f"use {max(kernel_size, 0) + 1}, or None for no convolution."
+        )

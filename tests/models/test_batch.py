@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding is not computed, and nobody can tell from the results."""
+"""However a padded batch is laid out in the layers, and whether padding is computed or not, nobody can tell."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nystrom_models.models import encoder
-from nystrom_models.models.attention_ops import find_unpadding, pad_tokens, unpad_tokens
+from nystrom_models.models import batch as batches
+from nystrom_models.models import pretraining_heads
+from nystrom_models.models.batch import make_batch
 from tests.models.options import HEADS, OPTIONS, TOLERANCE, make_model, relative_error
 
 FAMILIES = ("nystromformer-landmarks", "linformer-none")
@@ -20,7 +23,7 @@ LENGTH = 40
 @pytest.fixture(autouse=True)
 def prediction_head_leaves_padding_out():
     """Also in models as narrow as these, where it does not pay."""
-    with mock.patch.object(encoder, "COPIED_LOGIT", 0):
+    with mock.patch.object(pretraining_heads, "MULTIPLICATIONS_OF_A_COPY", 0):
         yield
 
 
@@ -43,9 +46,17 @@ MASKS = {
 }
 
 
-def padded():
-    """The encoder as it computes in graphs: with its padding."""
-    return mock.patch.object(encoder, "find_unpadding", lambda mask: (mask, None))
+@contextmanager
+def layout(model, name):
+    """packed: the valid tokens alone; rows: with padding; graph: as in a graph, which may not look at the mask."""
+    model.config.unpad_inputs = name == "packed"
+    blind = mock.patch.object(batches, "depends_on_values", lambda tensor: False)
+    with blind if name == "graph" else mock.MagicMock():
+        yield
+    model.config.unpad_inputs = True
+
+
+LAYOUTS = ("packed", "rows", "graph")
 
 
 def outputs_and_gradients(model, inputs, weights):
@@ -68,17 +79,19 @@ def outputs_and_gradients(model, inputs, weights):
 
 
 def assert_nobody_can_tell(model, inputs):
-    weights = {}
-    actual = outputs_and_gradients(model, inputs, weights)
-    with padded():
-        expected = outputs_and_gradients(model, inputs, weights)
-    assert actual.keys() == expected.keys() and len(expected) > 2
+    weights, results = {}, {}
+    for name in LAYOUTS:
+        with layout(model, name):
+            results[name] = outputs_and_gradients(model, inputs, weights)
+    expected = results.pop("rows")
     largest = max(tensor.abs().max() for name, tensor in expected.items() if name.startswith("gradient"))
-    for name, tensor in expected.items():
-        difference = (actual[name] - tensor).abs().max()
-        # A gradient that is zero but for rounding (of a key's bias) has no scale of its own.
-        scale = tensor.abs().max() if not name.startswith("gradient") else max(tensor.abs().max(), 1e-3 * largest)
-        assert difference <= 5 * TOLERANCE[torch.float32] * scale, (name, difference, scale)
+    for actual in results.values():
+        assert actual.keys() == expected.keys() and len(expected) > 2
+        for name, tensor in expected.items():
+            difference = (actual[name] - tensor).abs().max()
+            # A gradient that is zero but for rounding (of a key's bias) has no scale of its own.
+            scale = tensor.abs().max() if not name.startswith("gradient") else max(tensor.abs().max(), 1e-3 * largest)
+            assert difference <= 5 * TOLERANCE[torch.float32] * scale, (name, difference, scale)
 
 
 def draw(mask, head="Model"):
@@ -154,26 +167,20 @@ def counted():
 
 @pytest.mark.parametrize("kind", ["every kind", "rows alike"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_linear_layers_see_tokens_alone(option, kind):
+def test_linear_layers_and_norms_see_tokens_alone(option, kind):
     mask = MASKS[kind]
-    tokens = int(mask.sum())
+    # Some layers see a zero state more in each row; a Linformer's keys and values may be made of slots.
+    most = max(int(mask.sum()) + len(mask), 8 * len(mask) if option.startswith("linformer") else 0)
     model = make_model(option, "ForMaskedLM")
     inputs = draw(mask) | {"output_hidden_states": True}
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
         with counted() as seen:
             model(**inputs)
-        # Queries, outputs, two of the feed-forward; the two layers of the head see a zero state, for padding, besides.
-        assert seen[F.linear].count(tokens) >= 2 * 4 and seen[F.linear].count(tokens + 1) == 2
-        slots = 8 * len(mask) if option.startswith("linformer") else 0
-        by_row = implementation == "eager"  # the readable reference takes the tokens row by row
-        convolved = mask.numel() if by_row and "headwise" in option else 0
-        others = [rows for rows in seen[F.linear] if rows not in (tokens, tokens + 1)]
-        assert max(others, default=0) <= max(slots, LENGTH * by_row, convolved)
-        assert seen[F.layer_norm] == [tokens] * 5 + [tokens + 1]
-    with padded(), counted() as seen:
+        assert max(seen[F.linear]) <= most and max(seen[F.layer_norm]) <= int(mask.sum()) + 1
+    with layout(model, "rows"), counted() as seen:
         model(**inputs)
-    assert seen[F.layer_norm] == [mask.numel()] * 6
+    assert set(seen[F.layer_norm]) == {mask.numel()}
 
 
 @pytest.mark.parametrize(("copied", "alone"), [(23, True), (25, False)])
@@ -181,8 +188,9 @@ def test_the_prediction_head_leaves_padding_out_where_it_pays(copied, alone):
     """A quarter of padding saves a quarter of 32 multiplications a logit, three times as many with a backward pass."""
     model = make_model("linformer-layerwise", "ForMaskedLM")
     inputs = draw(mask_of([slice(0, 20)], [slice(0, 40)]))
-    for factor, context in ((1, nullcontext()), (3, torch.no_grad())):
-        with context, mock.patch.object(encoder, "COPIED_LOGIT", copied / factor), Rows() as rows:
+    for factor in (1, 3):
+        heads = mock.patch.object(pretraining_heads, "MULTIPLICATIONS_OF_A_COPY", copied / factor)
+        with torch.set_grad_enabled(factor == 1), heads, Rows() as rows:
             model(**inputs)
         assert rows.seen[F.layer_norm][-1] == (61 if alone else 80)
 
@@ -205,8 +213,8 @@ def test_hidden_states_are_zero_at_padding_on_every_path(option):
     inputs = draw(MASKS["every kind"])
     padding = inputs["attention_mask"] == 0
     expected = model(**inputs, output_hidden_states=True)
-    for path, options in ((nullcontext(), {}), (padded(), {}), (nullcontext(), {"output_attentions": True})):
-        with path:
+    for name, options in (("packed", {}), ("rows", {}), ("graph", {}), ("packed", {"output_attentions": True})):
+        with layout(model, name):
             outputs = model(**inputs, output_hidden_states=True, **options)
         for state, reference in zip(outputs.hidden_states, expected.hidden_states, strict=True):
             assert (state[padding] == 0).all() and relative_error(state, reference) < 1e-5
@@ -220,14 +228,15 @@ def test_gradients_reach_the_states_that_are_returned(option):
     model = make_model(option)
     inputs = draw(MASKS["every kind"])
     gradients = []
-    for path in (nullcontext(), padded()):
-        with path:
+    for name in LAYOUTS:
+        with layout(model, name):
             outputs = model(**inputs, output_hidden_states=True)
         total = outputs.last_hidden_state.square().sum()
         gradients.append(torch.autograd.grad(total, outputs.hidden_states))
-    for actual, expected in zip(*gradients, strict=True):
-        tokens = inputs["attention_mask"].bool()
+    tokens = inputs["attention_mask"].bool()
+    for actual, expected, other in zip(*gradients, strict=True):
         assert actual.abs().max() > 0 and relative_error(actual[tokens], expected[tokens]) < 5e-5
+        assert relative_error(other[tokens], expected[tokens]) < 5e-5
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["all", "sparse"])
@@ -239,8 +248,8 @@ def test_labels_at_padding_do_not_matter(head, sparse):
     labels = torch.randint(0, 3, inputs["input_ids"].shape)
     clean = labels.masked_fill(inputs["attention_mask"] == 0, -100)
     expected = model(**inputs, labels=clean)
-    for path in (nullcontext(), padded()):
-        with path:
+    for name in LAYOUTS:
+        with layout(model, name):
             actual = model(**inputs, labels=labels)
         assert relative_error(actual.loss, expected.loss) < 1e-6
         assert relative_error(actual.logits, expected.logits) < 1e-5
@@ -259,22 +268,96 @@ def test_an_output_rebuilt_on_its_way_gives_the_same_logits():
 
 def test_rows_are_as_short_as_the_tokens_allow():
     mask = MASKS["every kind"].bool()
-    _, unpadding = find_unpadding(mask)
-    # The row with every second token reaches farthest, from 0 to 38, and keeps its holes.
-    assert unpadding.row_mask.shape == (6, 39) and unpadding.row_mask.sum() == mask.sum() == len(unpadding.tokens)
-    assert unpadding.row_mask[5].tolist() == mask[5, :39].tolist()
-    assert unpadding.row_mask[1].tolist() == [True] * 11 + [False] * 28
     states = torch.randn(6, LENGTH, 3)
-    alone = unpad_tokens(states, unpadding)
-    assert torch.equal(alone[0], states[mask])
-    assert torch.equal(pad_tokens(alone, unpadding.tokens, mask.shape), states * mask[..., None])
-    rows = pad_tokens(alone, unpadding.row_tokens, unpadding.row_mask.shape)
-    assert torch.equal(rows[1, :11], states[1, 29:])
-    _, alike = find_unpadding(MASKS["rows alike"].bool())
-    assert alike.row_mask is None and unpad_tokens(states[:3], alike).shape == (3, 18, 3)
-    # Nothing to leave out, nothing to keep, and too little padding for it to pay.
-    little = torch.ones(2, LENGTH, dtype=torch.bool)
-    assert find_unpadding(little) == find_unpadding(little[:0]) == (None, None)
-    assert find_unpadding(~little)[1] is None
-    little[0, :3] = False
-    assert torch.equal(find_unpadding(little)[0], little) and find_unpadding(little)[1] is None
+    batch = make_batch(mask, mask.shape, mask.device)
+    # The third row has most, 22; in all rows, valid tokens come first.
+    assert batch.rows == (6, 22) and batch.mask.sum(dim=1).tolist() == mask.sum(dim=1).tolist()
+    packed = batch.enter(states)
+    assert torch.equal(packed[0], states[mask]) and batch.positions[0, -20:].tolist() == list(range(20))
+    rows = batch.to_rows(packed)
+    assert torch.equal(rows[1, :11], states[1, 29:]) and not rows[~batch.mask].any()
+    assert torch.equal(rows[5, :20], states[5, ::2])
+    assert torch.equal(batch.from_rows(rows), packed)
+    assert torch.equal(batch.leave(packed), states * mask[..., None])
+
+    alike = make_batch(MASKS["rows alike"].bool(), (3, LENGTH), mask.device)
+    assert alike.mask is None and alike.enter(states[:3]).shape == (3, 18, 3)
+
+
+def test_rows_stay_as_they_are_where_moving_does_not_pay():
+    full = torch.ones(2, LENGTH, dtype=torch.bool)
+    states = torch.randn(2, LENGTH, 3)
+    for mask in (None, full):
+        batch = make_batch(mask, full.shape, full.device)
+        assert batch.mask is None and batch.enter(states) is states and batch.leave(states) is states
+    assert make_batch(full[:0], (0, LENGTH), full.device).mask is None
+    assert make_batch(~full, full.shape, full.device).places is None
+    right, left = full.clone(), full.clone()
+    right[0, -2:] = left[0, :2] = False
+    batch = make_batch(right, full.shape, full.device)
+    assert batch.places is None and batch.enter(states) is states and torch.equal(batch.mask, right)
+    # Too little padding to be left out, but the valid tokens come first.
+    batch = make_batch(left, full.shape, full.device)
+    assert batch.places is None and torch.equal(batch.enter(states)[0, :-2], states[0, 2:])
+    assert torch.equal(batch.leave(batch.enter(states)), states * left[..., None])
+    # Nor is padding left out where that is switched off.
+    wide = MASKS["every kind"].bool()
+    assert make_batch(wide, wide.shape, wide.device, pack=False).rows == (6, LENGTH)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("option", FAMILIES)
+@torch.no_grad()
+def test_hooks_see_the_shape_that_the_configuration_says(option, pack):
+    model = make_model(option, unpad_inputs=pack)
+    mask = MASKS["every kind"]
+    seen = []
+    model.encoder.layer[0].register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    for little in (False, True):
+        model(torch.randint(3, 99, mask.shape), attention_mask=torch.ones_like(mask) if little else mask)
+    rows = (6, LENGTH, 32)
+    assert seen == [(1, int(mask.sum()), 32) if pack else rows, rows]
+
+
+@settings(max_examples=30)
+@given(st.data())
+@torch.no_grad()
+def test_a_row_with_holes_is_the_row_alone(data):
+    """In every layout, wherever padding lies; convolutions, too, go by the tokens' ranks."""
+    option = data.draw(st.sampled_from(["nystromformer-landmarks", "nystromformer-softmax", "linformer-headwise"]))
+    rows = data.draw(st.lists(st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH), min_size=1, max_size=3))
+    torch.manual_seed(0)
+    model = make_model(option, **({"conv_kernel_size": 5} if option.endswith("softmax") else {}))
+    mask = torch.tensor(rows)
+    ids = torch.randint(3, 99, mask.shape)
+    for name in LAYOUTS:
+        with layout(model, name):
+            states = model(ids, attention_mask=mask.long()).last_hidden_state
+        for row in range(len(mask)):
+            if mask[row].any():
+                alone = model(ids[row : row + 1, mask[row]]).last_hidden_state[0]
+                assert relative_error(states[row, mask[row]], alone) < TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("option", FAMILIES)
+@torch.no_grad()
+def test_maps_show_tokens_at_their_places(option, implementation):
+    """Of a row with padding anywhere: the map of the row alone, and zero at padding."""
+    model = make_model(option)
+    model.set_attn_implementation(implementation)
+    mask = MASKS["every kind"]
+    ids = torch.randint(3, 99, mask.shape)
+    chosen = torch.tensor([7, 12])
+    for name in LAYOUTS:
+        with layout(model, name):
+            maps = model(ids, attention_mask=mask, output_attentions=True).attentions
+            some = model(ids, attention_mask=mask, output_attentions=True, attention_rows=chosen).attentions
+        for row in (0, 1, 2, 5):
+            valid = mask[row].bool()
+            alone = model(ids[row : row + 1, valid], output_attentions=True).attentions
+            for actual, expected, part in zip(maps, alone, some, strict=True):
+                assert relative_error(actual[row][:, valid][:, :, valid], expected[0]) < 1e-5
+                assert not actual[row][:, ~valid].any() and not actual[row][:, :, ~valid].any()
+                inside = valid[chosen]
+                assert torch.allclose(part[row][:, inside], actual[row][:, chosen[inside]], atol=1e-6)

@@ -5,8 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
-from nystrom_models.models import attention_ops, encoder
+from nystrom_models.models import cpu_blocks, layers
 from nystrom_models.models.attention_linformer import linformer_attention
 from nystrom_models.models.attention_nystrom import nystrom_attention
 from tests.models.options import OPTIONS, make_model, relative_error
@@ -17,7 +18,7 @@ MASK = (torch.arange(40) < torch.tensor([[40], [23], [5]])).long()
 
 @pytest.fixture(autouse=True)
 def small_blocks():
-    with mock.patch.object(encoder, "BLOCK_TOKENS", BLOCK), mock.patch.object(attention_ops, "BLOCK_TOKENS", BLOCK):
+    with mock.patch.object(cpu_blocks, "BLOCK_TOKENS", BLOCK):
         yield
 
 
@@ -25,7 +26,7 @@ def widths_of_calls(model, inputs):
     """The output without gradients, and how many tokens the feed-forward layers saw at a time."""
     seen = []
 
-    class Intermediate(encoder.Intermediate):
+    class Intermediate(layers.Intermediate):
         def forward(self, hidden_states):
             seen.append(hidden_states.shape[0] * hidden_states.shape[1])
             return super().forward(hidden_states)
@@ -55,24 +56,30 @@ def test_blocks_change_nothing(option, mask):
         assert relative_error(states[index], state) < 1e-12
 
 
-@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise"])
-def test_hooks_see_whole_states_that_nobody_overwrites(option):
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one module", "all modules"])
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "nystromformer-pre_norm", "linformer-headwise"])
+def test_hooks_see_whole_states_that_nobody_overwrites(option, everywhere):
     model = make_model(option).double()
     ids = torch.randint(3, 99, MASK.shape)
-    names = [name for name, module in model.encoder.named_modules() if name.startswith("layer.0.")]
-    for name in names:
+    layer = model.encoder.layer[0]
+    for name, module in layer.named_modules():
+        if next(module.parameters(), None) is None:
+            continue
         seen = []
 
-        def keep(module, arguments, output, seen=seen):
-            seen.append(output[0] if isinstance(output, tuple) else output)
+        def keep(hooked, arguments, output, module=module, seen=seen):
+            if hooked is module:
+                seen.append(output)
 
-        handle = model.encoder.get_submodule(name).register_forward_hook(keep)
+        handle = register_module_forward_hook(keep) if everywhere else module.register_forward_hook(keep)
         model(ids)
         with torch.no_grad():
             model(ids)
         handle.remove()
-        if seen:  # some modules only hold others, or weights
-            expected, actual = seen
+        # A layer may be called more than once: a Linformer's values, for slots and for the convolution.
+        calls = len(seen) // 2
+        assert calls > 0, name
+        for actual, expected in zip(seen[calls:], seen[:calls], strict=True):
             assert relative_error(actual, expected) < 1e-12, name
 
 
@@ -100,17 +107,13 @@ def test_dropout_is_drawn_as_with_gradients():
 @torch.no_grad()
 def test_arguments_are_left_as_they_were():
     query, key, value = torch.randn(3, 2, 4, 40, 8)
-    weight = torch.randn(4, 1, 5, 1)
-    states, projection = torch.randn(2, 40, 32), torch.randn(8, 40)
-    key_weight, value_weight = torch.randn(2, 32, 32)
-    arguments = (query, key, value, weight, states, projection, key_weight, value_weight)
+    projection = torch.randn(8, 40)
+    arguments = (query, key, value, projection)
     before = [argument.clone() for argument in arguments]
     for landmarks in (8, 64, None):
-        nystrom_attention(query, key, value, num_landmarks=landmarks, conv_weight=weight)
-        nystrom_attention(query, key, value, MASK[:2].bool(), num_landmarks=landmarks, conv_weight=weight)
-    linformer_attention(
-        query, states, key_weight, value_weight, None, None, projection, projection, conv_weight=weight
-    )
+        nystrom_attention(query, key, value, num_landmarks=landmarks, skip=torch.zeros_like(query))
+        nystrom_attention(query, key, value, MASK[:2].bool(), num_landmarks=landmarks, skip=torch.zeros_like(query))
+    linformer_attention(query, key, value, key_projection=projection, value_projection=projection)
     assert all(torch.equal(*pair) for pair in zip(arguments, before, strict=True))
 
 

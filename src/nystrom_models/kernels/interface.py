@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels under the name by which models choose their attention, `attn_implementation`.
+
+Legend: B batch, H heads, N tokens, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.attention_nystrom import nystrom_attention
+from ..models.depthwise_convolution import depthwise_convolution
+from . import nystrom_attention_if_possible, why_not_on
+
+
+class NystromTriton:
+    """`attn_implementation="nystrom_triton"`: all of a Nyströmformer's attention, with its convolution, in kernels.
+
+    It is the default where there is a GPU that they run on. Inputs that they do not take (see `kernels.why_not`) are
+    computed by PyTorch's operations, and on a GPU the log says why, once.
+    """
+
+    name = "nystrom_triton"
+
+    def why_not_here(self) -> str | None:
+        """Why the kernels cannot run on this machine; None if they can."""
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        return why_not_on(torch.device("cuda", torch.cuda.current_device()))
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        dropout_p: float = 0.0,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """With the signature of Transformers' `AttentionInterface`, for the attention layer of a Nyströmformer alone.
+
+        Args:
+            module: the layer; its convolution `conv` is added if there is one.
+            query, key, value: (B, H, N, D), the value zero at padding.
+            mask: (B, N) bool, True at valid tokens, or None.
+            options: further arguments of `nystrom_attention`.
+
+        Returns: context (B, N, H, D), and None for the weights, which are not computed.
+        """
+        if "num_landmarks" not in options:
+            raise ValueError(
+                f'attn_implementation="{self.name}" is for Nyströmformers of nystrom_models alone, and this is '
+                f"{type(module).__name__}: use another one."
+            )
+
+        def attend(conv_weight: Tensor | None = None) -> Tensor:
+            context = nystrom_attention_if_possible(
+                query, key, value, mask, conv_weight=conv_weight, dropout_p=dropout_p, **options
+            )
+            if context is None:
+                skip = None if conv_weight is None else depthwise_convolution(value, conv_weight)
+                context = nystrom_attention(query, key, value, mask, dropout_p=dropout_p, skip=skip, **options)
+            return context
+
+        context = attend() if module.conv is None else module.conv(value, fused=attend)
+        return context.transpose(1, 2), None

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a batch is, for the layers of every family: which tokens are valid, and how their states are laid out.
+
+Legend: B batch, N tokens of a row as given, W tokens of the longest row, T valid tokens of the batch, C hidden size,
+H heads, R chosen rows of an attention map. A mask is (B, N), bool, True at valid tokens.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.utils.import_utils import is_tracing
+
+from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
+
+# The share of padding from which the valid tokens are computed alone: below, bringing the tokens into rows for the
+# attention and back takes about the time that the linear layers would save.
+LEAST_PADDING = 1 / 16
+
+
+def depends_on_values(tensor: Tensor) -> bool:
+    """Whether Python may look at the values of this tensor: not in a graph that is being recorded, and not where
+    there are none (meta and fake tensors)."""
+    return not (is_tracing(tensor) or tensor.is_meta)
+
+
+@dataclass
+class AttentionMaps:
+    """The attention maps that a call asks for.
+
+    rows: (R,) or (B, R) int64, the tokens whose rows are wanted, by rank; None for all.
+    collected: what each layer gave, (B, H, R or N, N).
+    """
+
+    rows: Tensor | None = None
+    collected: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """Which tokens a batch holds. The model builds it once a call, and every layer reads it.
+
+    For attention, states are in rows (B, W, C). In each row the valid tokens come first, in their order, and padding
+    after them: whatever a family does along the tokens then goes by their rank. Elsewhere in the layers, states are
+    in the same rows or *packed*: those of the valid tokens alone, (1, T, C), one row after the other.
+
+    With a cache, rows stay as they are given.
+
+    shape: B and N.
+    rows: B and W.
+    mask: (B, W) bool, of the rows; None where every token is valid.
+    places: (T,) int64, where packed tokens lie in the flattened rows; None where states are in rows.
+    sources: (T,) int64, where the tokens of packed states or shortened rows lie in the flattened batch as given; None
+        where rows are as long as given.
+    order, ranks: (B, N) int64, where the tokens of the rows lie in the batch as given, and the reverse; None where
+        they are at the same places.
+    given_mask: (B, N) bool, as given; None where every token is valid.
+    positions: (1 or B, ...) int64, the rank of each token in the layout of the states.
+    plan: what the family computes once for all layers.
+    maps: the attention maps that are asked for.
+    cache: of a causal family.
+    """
+
+    shape: tuple[int, int]
+    rows: tuple[int, int]
+    positions: Tensor
+    mask: Tensor | None = None
+    places: Tensor | None = None
+    sources: Tensor | None = None
+    order: Tensor | None = None
+    ranks: Tensor | None = None
+    given_mask: Tensor | None = None
+    plan: Any = None
+    maps: AttentionMaps | None = None
+    cache: Cache | None = None
+    _copies: dict[torch.device, "Batch"] = field(default_factory=dict, repr=False)
+
+    # ---- states into the layout of the layers, and back ----
+
+    def enter(self, states: Tensor) -> Tensor:
+        """States (B, N, ...) of the batch as given, in the layout of the layers."""
+        if self.sources is not None:
+            tokens = states.flatten(0, 1).index_select(0, self.sources)
+            return tokens[None] if self.places is not None else tokens.unflatten(0, self.rows)
+        if self.order is None:
+            return states
+        if states.dim() == 2:
+            return states.gather(1, self.order)
+        return gather_tokens(states, self.order)
+
+    def leave(self, states: Tensor) -> Tensor:
+        """States in the layout of the layers at the places as given, (B, N, C), zero at padding."""
+        if self.sources is not None:
+            return pad_tokens(states, self.sources, self.shape)
+        if self.given_mask is None:
+            return states
+        if self.ranks is not None:
+            states = gather_tokens(states, self.ranks)
+        return states.masked_fill(~self.given_mask[..., None], 0)
+
+    def to_rows(self, states: Tensor) -> Tensor:
+        """States in the layout of the layers, in rows (B, W, C); packed ones with zeros at padding."""
+        return states if self.places is None else pad_tokens(states, self.places, self.rows)
+
+    def to_clean_rows(self, states: Tensor) -> Tensor:
+        """The same, with zeros at padding in any case."""
+        if self.places is not None or self.mask is None:
+            return self.to_rows(states)
+        return states.masked_fill(~self.mask[..., None], 0)
+
+    def from_rows(self, states: Tensor) -> Tensor:
+        """States in rows (B, W, C), in the layout of the layers."""
+        return states if self.places is None else states.flatten(0, 1).index_select(0, self.places)[None]
+
+    # ---- attention maps ----
+
+    def rank_of(self, tokens: Tensor) -> Tensor:
+        """The ranks of tokens (R,) or (B, R) int64, places in the rows as given."""
+        if self.ranks is None:
+            return tokens
+        return self.ranks.gather(1, tokens.expand(self.shape[0], -1))
+
+    def record(self, attention_map: Tensor) -> Tensor:
+        """Keep a layer's map (B, H, R or N, N), of which rows and columns are tokens by rank, for the output.
+
+        There, tokens are at the places as given, and entries of padding are zero. Returns the map by rank again, by
+        which a layer that goes on through its whole map lets gradients reach the output's.
+        """
+        whole = self.maps.rows is None
+        if self.ranks is not None:
+            attention_map = _reorder_map(attention_map, self.ranks, whole)
+        if self.given_mask is not None:
+            padding = ~self.given_mask[:, None]
+            attention_map = attention_map.masked_fill(padding[:, :, None], 0)
+            if whole:
+                attention_map = attention_map.masked_fill(padding[..., None], 0)
+        self.maps.collected.append(attention_map)
+        if self.order is None:
+            return attention_map
+        return _reorder_map(attention_map, self.order, whole).masked_fill(~self.mask[:, None, None], 0)
+
+    # ---- devices ----
+
+    def to(self, device: torch.device | str | int, **_: Any) -> "Batch":
+        """The same on another device, which layers may lie on; copied once for all layers there."""
+        device = torch.empty(0, device=device).device if not isinstance(device, torch.device) else device
+        if self.positions.device == device:
+            return self
+        if device not in self._copies:
+            moved = {item.name: _move(getattr(self, item.name), device) for item in fields(self)}
+            self._copies[device] = replace(self, **moved)
+        return self._copies[device]
+
+
+def _reorder_map(attention_map: Tensor, order: Tensor, whole: bool) -> Tensor:
+    """The columns of a map (B, H, R or N, N) in an order (B, N) int64; of a whole map, the rows, too."""
+    attention_map = attention_map.gather(3, order[:, None, None].expand(*attention_map.shape[:3], -1))
+    return attention_map.gather(2, order[:, None, :, None].expand_as(attention_map)) if whole else attention_map
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    """The tensors in a value on a device; what else it holds stays as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, AttentionMaps):
+        return replace(value, rows=_move(value.rows, device))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(item, device) for item in value))
+    return value
+
+
+def make_batch(
+    mask: Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    pack: bool = True,
+    cache: Cache | None = None,
+) -> Batch:
+    """The batch of a mask (B, N) of rows of `shape`.
+
+    Args:
+        mask: (B, N) bool; with a cache (B, P + N), P the tokens before. None for all valid.
+        shape: B and N.
+        device: of the inputs.
+        pack: whether states may be packed.
+        cache: of a causal family.
+
+    On a GPU the host waits once, for three numbers; not in a graph.
+    """
+    batch, length = shape
+    if cache is not None:
+        return _with_cache(mask, shape, device, cache)
+    if mask is None or mask.numel() == 0:
+        return Batch(shape, shape, torch.arange(length, device=device)[None])
+    if not depends_on_values(mask):
+        return _by_rank(mask)
+    lengths = mask.sum(dim=-1)
+    is_prefix = (mask == (torch.arange(length, device=mask.device) < lengths[:, None])).all()
+    count, longest, in_place = torch.stack([lengths.sum(), lengths.max(), is_prefix]).cpu().tolist()
+    if count == batch * length:
+        return Batch(shape, shape, torch.arange(length, device=device)[None])
+    if not pack or count == 0 or count > (1 - LEAST_PADDING) * batch * length:
+        return _in_place(mask) if in_place else _by_rank(mask)
+    sources = mask.flatten().nonzero_static(size=count).squeeze(-1)
+    ranks = token_ranks(mask).flatten().index_select(0, sources)
+    if count == batch * longest:
+        # Rows of one length have no padding.
+        return Batch(shape, (batch, longest), ranks.view(batch, longest), sources=sources, given_mask=mask)
+    rows = (batch, longest)
+    places = sources // length * longest + ranks
+    row_mask = torch.arange(longest, device=mask.device) < lengths[:, None]
+    return Batch(shape, rows, ranks[None], row_mask, places, sources, given_mask=mask)
+
+
+def _in_place(mask: Tensor) -> Batch:
+    """Rows as given: their valid tokens come first already."""
+    shape = (mask.shape[0], mask.shape[1])
+    return Batch(shape, shape, torch.arange(shape[1], device=mask.device)[None], mask, given_mask=mask)
+
+
+def _by_rank(mask: Tensor) -> Batch:
+    """Rows as long as given, with the valid tokens brought to their beginning."""
+    shape = (mask.shape[0], mask.shape[1])
+    positions = torch.arange(shape[1], device=mask.device)[None]
+    row_mask = positions < mask.sum(dim=-1, keepdim=True)
+    return Batch(
+        shape,
+        shape,
+        positions,
+        row_mask,
+        order=positions_by_rank(mask),
+        ranks=token_ranks(mask),
+        given_mask=mask,
+    )
+
+
+def _with_cache(mask: Tensor | None, shape: tuple[int, int], device: torch.device, cache: Cache) -> Batch:
+    """Rows as given, after the tokens that the cache has seen."""
+    length = shape[1]
+    if mask is None:
+        return Batch(shape, shape, torch.arange(length, device=device)[None], cache=cache)
+    given = mask[:, -length:]
+    return Batch(shape, shape, token_ranks(mask)[:, -length:], given, given_mask=given, cache=cache)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The skip of Nyströmformer: each head's values, filtered along the tokens by a kernel of its own.
+
+Legend: B batch, H heads, N tokens, D head size.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.utils.import_utils import is_tracing
+
+from .token_layout import split_heads
+
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+# oneDNN convolves in bfloat16, summing in float32, from AVX-512 on.
+_HAS_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+class DepthwiseConvolution(nn.Conv2d):
+    """The convolution as a layer, with the kernel (H, 1, kernel, 1) of published checkpoints.
+
+    Its constructor is that of `nn.Conv2d`, because adapters make layers of the same class with other arguments.
+    """
+
+    @classmethod
+    def of_heads(cls, num_heads: int, kernel_size: int) -> "DepthwiseConvolution":
+        padding = (kernel_size // 2, 0)
+        return cls(num_heads, num_heads, (kernel_size, 1), padding=padding, groups=num_heads, bias=False)
+
+    def forward(self, value: Tensor, fused: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """value: (B, H, N, D), zero at padding -> the same shape.
+
+        fused: what computes the convolution together with something else, from the kernel: its result is returned.
+            Within this call the weight is where it is needed (offloaded, sharded), and hooks see it used.
+        """
+        if fused is not None:
+            return fused(self.weight)
+        return depthwise_convolution(value, self.weight) if self.groups == self.in_channels else super().forward(value)
+
+
+def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The skip of Nyströmformer ("DConv" in figure 4 of arXiv:2102.03902): each head's V filtered along the tokens.
+
+    Args:
+        value: (B, H, N, D). weight: (H, 1, kernel, 1), kernel odd, shared by the D channels of a head.
+        mask: (B, N) bool; V counts as zero at invalid tokens. The filter goes by places, not by ranks.
+
+    Returns: (B, H, N, D).
+    """
+    if mask is not None:
+        value = value * mask[:, None, :, None].to(value.dtype)
+    if not _HAS_ONEDNN or value.device.type != "cpu" or value.dtype == torch.float64:
+        return F.conv2d(value, weight, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
+    if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad):
+        return _DepthwiseConvolution.apply(value, weight)
+    return _filter_tokens(value, weight)
+
+
+def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
+    """The convolution on a CPU: V where it lies, as (B, N, H·D) channels last, several times as fast as head by head.
+
+    Half precision that oneDNN lacks here is brought to float32, for what replaces oneDNN is slower by far.
+    """
+    batch, heads, length, dim = value.shape
+    dtype = value.dtype if value.dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
+    channels = value.to(dtype).transpose(1, 2).reshape(batch, length, heads * dim).transpose(1, 2).unsqueeze(2)
+    filters = weight.to(dtype).squeeze(3).repeat_interleave(dim, dim=0).unsqueeze(1)  # (H·D, 1, 1, kernel)
+    with torch.autocast("cpu", enabled=False):
+        filtered = F.conv2d(channels, filters, padding=(0, weight.shape[2] // 2), groups=heads * dim)
+    return split_heads(filtered.squeeze(2).transpose(1, 2).to(value.dtype), heads)
+
+
+class _DepthwiseConvolution(torch.autograd.Function):
+    """`_filter_tokens` with a gradient: oneDNN's for the kernel is wrong from 35 taps on, by a tenth (torch 2.13)."""
+
+    @staticmethod
+    def forward(value: Tensor, weight: Tensor) -> Tensor:
+        return _filter_tokens(value, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        value, weight = ctx.saved_tensors
+        value_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            value_gradient = _DepthwiseConvolution.apply(gradient, weight.flip(2))
+        if ctx.needs_input_grad[1]:
+            weight_gradient = _correlate(gradient, value, weight.shape[2]).to(weight.dtype)
+        return value_gradient, weight_gradient
+
+
+def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
+    """(H, 1, taps, 1): at j the sum of gradient[n] · value[n + j - taps // 2] over the batch and all tokens n.
+
+    A block of S tokens times the S + taps - 1 that the filter saw around it is a product of matrices; the sum of these
+    products has the wanted sums along its diagonals.
+    """
+    size, reach = max(16, taps - 1), taps // 2
+    multiply = _multiply_in_graph if is_tracing(gradient) else _multiply_in_place
+    with torch.autocast("cpu", enabled=False):
+        products = multiply(gradient, value, size, reach)
+    # Rows one longer than the distance of the diagonal's elements put each diagonal into a column.
+    skewed = F.pad(F.pad(products, (0, 1)).flatten(1), (0, size)).unflatten(1, (size, size + taps + 1))
+    return skewed[..., :taps].sum(dim=1)[:, None, :, None]
+
+
+def _multiply_in_place(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
+    """The sum of products in `_correlate`, (H, S, S + 2 reach), of blocks as they lie."""
+    batch, heads, length, _ = value.shape
+    products = value.new_zeros(heads, size, size + 2 * reach, dtype=torch.float32)
+    for row, start in itertools.product(range(batch), range(0, length, size)):
+        stop, first = min(start + size, length), max(start - reach, 0)
+        last = min(start + size + reach, length)
+        seen = slice(first - start + reach, last - start + reach)
+        block, window = gradient[row, :, start:stop], value[row, :, first:last]
+        products[:, : stop - start, seen].baddbmm_(block.float(), window.float().mT)
+    return products
+
+
+def _multiply_in_graph(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
+    """The same for graphs: no loop over the length, but copies."""
+    beyond = -value.shape[2] % size
+    blocks = F.pad(gradient.float(), (0, 0, 0, beyond)).unflatten(2, (-1, size))
+    windows = F.pad(value.float(), (0, 0, reach, reach + beyond)).unfold(2, size + 2 * reach, size)
+    return torch.einsum("bhnsd,bhndw->hsw", blocks, windows)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses inputs that cannot be honoured, with an error that names what to change.
+
+Legend: B batch, N tokens, C hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import depends_on_values
+from .configuration_base import BaseConfig
+
+# Arguments that Transformers' tools hand to any model, and that mean nothing to the base model.
+_IGNORED_ARGUMENTS = ("num_items_in_batch",)
+_DECODER_ARGUMENTS = ("cache_position", "encoder_hidden_states", "encoder_attention_mask", "is_causal")
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Raises ValueError where a condition on values fails. On a GPU, asserts without waiting; in a graph, does not."""
+    if not depends_on_values(condition):
+        return
+    if condition.device.type == "cpu":
+        if not condition:
+            raise ValueError(message)
+    else:
+        torch._assert_async(condition, message)
+
+
+def require_labels(labels: Tensor, size: int, name: str, field: str, ignore_index: int = -100) -> None:
+    """Raises ValueError unless labels lie between 0 and size - 1, or are `ignore_index`."""
+    inside = ((labels >= 0) & (labels < size)) | (labels == ignore_index)
+    require(
+        inside.all(),
+        f"{name} must lie between 0 and {field} - 1 = {size - 1}, or be {ignore_index} to be ignored: raise {field} "
+        "or correct the labels.",
+    )
+
+
+def reject_arguments(name: str, arguments: dict[str, Any]) -> None:
+    """Raises for arguments that would be dropped by the model called `name`: a misspelt mask must not go unnoticed."""
+    for argument, value in arguments.items():
+        if argument in _IGNORED_ARGUMENTS:
+            continue
+        if argument not in _DECODER_ARGUMENTS:
+            raise TypeError(
+                f"{name}.forward() got an unexpected argument {argument!r}; padding is told by attention_mask."
+            )
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{argument} is for decoders; {name} is an encoder that sees the whole sequence: leave {argument} out."
+            )
+
+
+def reject_cache(name: str, past_key_values: Any, use_cache: bool | None) -> None:
+    """Raises ValueError if an encoder called `name` is given a cache."""
+    for argument, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{argument} is for decoders; {name} is an encoder that sees the whole sequence: leave {argument} out."
+            )
+
+
+def require_one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of two inputs that is given; raises ValueError unless it is one."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give either input_ids or inputs_embeds: not both, and not neither.")
+    return input_ids if input_ids is not None else inputs_embeds
+
+
+def check_inputs(
+    config: BaseConfig,
+    inputs: Tensor,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    num_embeddings: int,
+    num_positions: int,
+) -> tuple[int, int]:
+    """The batch size and length of inputs: token ids (B, N) or embeddings (B, N, C). Raises ValueError for others.
+
+    num_embeddings, num_positions: rows of the tables of words and of positions.
+    """
+    if inputs.dim() not in (2, 3):
+        raise ValueError(
+            f"input_ids must be (batch, length) and inputs_embeds (batch, length, hidden_size): got a tensor of shape "
+            f"{tuple(inputs.shape)}."
+        )
+    batch, length = inputs.shape[:2]
+    limit = config.max_position_embeddings
+    if length > limit:
+        raise ValueError(
+            f"A sequence of {length} tokens is longer than max_position_embeddings={limit}: truncate it to {limit}"
+            f" (truncation=True, max_length={limit}), or make room by resize_position_embeddings({length})."
+        )
+    if token_type_ids is not None:
+        types = config.type_vocab_size
+        require(
+            ((token_type_ids >= 0) & (token_type_ids < types)).all(),
+            f"token_type_ids must lie between 0 and type_vocab_size - 1 = {types - 1}.",
+        )
+    if position_ids is not None:
+        first = config.first_position
+        require(
+            ((position_ids >= first) & (position_ids < num_positions)).all(),
+            f"position_ids must lie between {first} and {num_positions - 1}: the first token of a row has {first} in "
+            f"model_type={config.model_type!r}. Leave position_ids out to count the valid tokens.",
+        )
+    if inputs.dim() == 2:
+        require(
+            ((inputs >= 0) & (inputs < num_embeddings)).all(),
+            f"input_ids must lie between 0 and vocab_size - 1 = {num_embeddings - 1}: the tokenizer knows more tokens "
+            "than the model; call resize_token_embeddings(len(tokenizer)).",
+        )
+    return batch, length
+
+
+def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: bool = False) -> Tensor | None:
+    """The (B, N) bool mask of an `attention_mask` of ones and zeros of any dtype; None for None.
+
+    With a cache it may be longer than N: the tokens before come first.
+
+    Raises ValueError for a mask of another shape or of added scores.
+    """
+    if attention_mask is None:
+        return None
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch or not (shape[1] == length or (has_cache and shape[1] > length)):
+        raise ValueError(
+            f"attention_mask has shape {shape}, but must be (batch, length) = {(batch, length)}: 1 at tokens and 0 at "
+            "padding. Masks by pair of tokens, as causal ones, do not exist for this attention."
+        )
+    mask = attention_mask != 0
+    if attention_mask.is_floating_point():
+        require(
+            (attention_mask == mask).all(), "attention_mask must hold 1 at tokens and 0 at padding, not added scores."
+        )
+    return mask

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of the heads, in float32 at least.
+
+`num_items_in_batch` is how Transformers' Trainer says by what a sum is divided: the labels that count in all batches
+of an optimizer step, on all devices. Without it, a mean over this batch.
+
+Legend: B batch, N tokens.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Labels with this value do not count.
+IGNORED = -100
+
+
+def without_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: int = IGNORED) -> Tensor:
+    """The labels (B, N) of tokens, none at padding: what stands there must not matter."""
+    return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, ignore_index)
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = IGNORED
+) -> Tensor:
+    """Mean cross entropy of logits (..., classes) over the labels (...) that count; 0 if none does."""
+    labels = labels.flatten().to(logits.device)
+    total = F.cross_entropy(_precise(logits).flatten(0, -2), labels, ignore_index=ignore_index, reduction="sum")
+    return _mean(total, (labels != ignore_index).sum(), num_items_in_batch)
+
+
+def squared_error(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Mean squared error of numbers (B,) or (B, num_labels)."""
+    logits = _precise(logits)
+    total = F.mse_loss(logits, labels.to(logits).view_as(logits), reduction="sum")
+    return _mean(total, labels.numel(), num_items_in_batch)
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Mean over (B, num_labels) of the cross entropy of each label, 0 or 1, by itself."""
+    logits = _precise(logits)
+    total = F.binary_cross_entropy_with_logits(logits, labels.to(logits).view_as(logits), reduction="sum")
+    return _mean(total, labels.numel(), num_items_in_batch)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _mean(total: Tensor, count: Tensor | int, num_items_in_batch: Tensor | int | None) -> Tensor:
+    if num_items_in_batch is not None:
+        count = num_items_in_batch
+    if isinstance(count, Tensor):
+        return total / count.to(total.device).clamp_min(1)
+    return total / max(count, 1)

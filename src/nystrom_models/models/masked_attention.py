@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax attention over the valid keys, of which the attention of the families is made.
+
+Legend: B batch, H heads, N queries, K keys, D head size. A key mask is (B, K), bool, True at valid keys.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
+
+from .cpu_blocks import add_attention
+
+# softmax(query keyᵀ / √D) value, with the arguments of `attend`.
+Attend = Callable[..., Tensor]
+
+
+def visible_keys(key_mask: Tensor | None) -> Tensor | None:
+    """(B, 1, 1, K): the valid keys; in a row without any, all of them, so that attention stays finite."""
+    if key_mask is None:
+        return None
+    return (key_mask | ~key_mask.any(dim=-1, keepdim=True))[:, None, None, :]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """softmax(query keyᵀ / √D) value over the valid keys, plus the skip, without storing the scores.
+
+    Args:
+        query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) bool or None for all valid.
+        dropout_p: probability of dropping an attention weight.
+        skip: (B, H, N, D), which is added. On a CPU without gradients the result is written over it.
+
+    Returns: (B, H, N, D). A row without a valid key attends to all of them, so that it stays finite.
+    """
+    mask = visible_keys(key_mask)
+    # Dropout drawn in blocks would differ when a checkpointed layer is computed again.
+    in_blocks = skip is not None and skip.device.type == "cpu" and dropout_p == 0
+    if in_blocks and not torch.is_grad_enabled() and not is_tracing(query):
+        return add_attention(F.scaled_dot_product_attention, query, key, value, mask, skip)
+    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
+    return context if skip is None else context + skip
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
+    """softmax(query keyᵀ · scaling), (B, H, N, K), in float32 at least inside; scaling is 1 / √D by default.
+
+    mask: bool, broadcast to the weights, True where a query sees a key; None for all.
+    """
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same in plain operations, with the signature of Transformers' `AttentionInterface`.
+
+    attention_mask: (B, 1, 1, K) bool, or None. Returns: context (B, N, H, D) and weights (B, H, N, K).
+    """
+    weights = attention_weights(query, key, attention_mask, scaling)
+    weights = F.dropout(weights, dropout, training=dropout > 0)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def attend_by_name(module: nn.Module, implementation: str) -> Attend:
+    """`attend`, computed as an `attn_implementation` says: by a function of Transformers' `AttentionInterface`.
+
+    module: the attention layer, which the function gets.
+    """
+    if implementation == "sdpa":
+        return attend
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+
+    def attend_through_interface(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        scaling = query.shape[-1] ** -0.5
+        context, _ = function(
+            module, query, key, value, visible_keys(key_mask), scaling=scaling, dropout=dropout_p, is_causal=False
+        )
+        context = context.transpose(1, 2)
+        return context if skip is None else context + skip
+
+    return attend_through_interface

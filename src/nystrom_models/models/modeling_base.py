@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base model of every family: initialisation, loading, saving, and the encoder with its pooler.
+
+Legend: B batch, N tokens, C hidden size, H heads, R chosen rows of an attention map.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+
+from .batch import AttentionMaps, make_batch
+from .configuration_base import BaseConfig
+from .embeddings import Embeddings, repeat_positions
+from .input_checks import check_inputs, key_mask, reject_arguments, reject_cache, require_one_input
+from .layers import LayerStack
+from .pooling import pool
+from .recurrent_cache import has_seen_tokens
+from .self_attention import SelfAttention
+
+
+@dataclass
+class BaseModelOutput(BaseModelOutputWithPooling):
+    """As in Transformers, and:
+
+    past_key_values: the cache of a causal family, if it is used.
+    token_places: (T,) int64, only for heads that ask for it: where the valid tokens lie in the flattened batch, if
+        only these were computed.
+    """
+
+    past_key_values: Cache | None = None
+    token_places: Tensor | None = None
+
+
+class BasePreTrainedModel(PreTrainedModel):
+    """Initialisation, loading and saving of every family.
+
+    A family derives its own `...PreTrainedModel`, with `config_class`, and from that and the base classes its base
+    model and heads, all in one file.
+    """
+
+    if TYPE_CHECKING:
+        # At run time, Transformers would take these for the configuration of every family.
+        config: BaseConfig
+        config_class: type[BaseConfig]
+
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _no_split_modules = ["Embeddings", "TransformerLayer"]
+    _input_embed_layer = "word_embeddings"
+
+    # What a family states about itself: its parts, and the name of the attention kernels made for it, if any.
+    self_attention_class: ClassVar[type[SelfAttention]]
+    stack_class: ClassVar[type[LayerStack]] = LayerStack
+    kernels: ClassVar[str | None] = None
+    # The Auto classes that give a class; and, of a family, the class that each Auto class gives.
+    auto_names: ClassVar[tuple[str, ...]] = ()
+    auto_classes: ClassVar[dict[str, type[PreTrainedModel]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Code travels with the checkpoints of a class that is registered, not with those of one derived from it.
+        cls._auto_class = None
+        if cls is cls.family():
+            cls.auto_classes = {}
+        elif cls.is_of_the_family():
+            cls.auto_classes.update(dict.fromkeys(cls.auto_names, cls))
+
+    @classmethod
+    def family(cls) -> "type[BasePreTrainedModel] | None":
+        """The `...PreTrainedModel` of the family; None for the base classes here."""
+        roots = (base for base in cls.__mro__ if BasePreTrainedModel in base.__bases__)
+        return next((root for root in roots if getattr(root, "config_class", None) is not None), None)
+
+    @classmethod
+    def is_of_the_family(cls) -> bool:
+        """Whether this class stands in the file of its family, rather than in a user's own."""
+        family = cls.family()
+        return family is not None and family.__module__ == cls.__module__
+
+    def __init__(self, config: BaseConfig, *args: Any, **kwargs: Any):
+        wanted = self.config_class
+        # By what it states, not by its class: code that travels with a checkpoint is imported more than once.
+        if config.model_type != wanted.model_type or not hasattr(config, "first_position"):
+            raise TypeError(
+                f"{type(self).__name__} needs a {wanted.__module__}.{wanted.__name__}, and config is a "
+                f"{type(config).__module__}.{type(config).__name__}: make one by "
+                f"{wanted.__name__}.from_dict(config.to_dict())."
+            )
+        # Fields may have been set after the configuration was made.
+        config.validate_architecture()
+        super().__init__(config, *args, **kwargs)
+
+    def add_base_model(self, add_pooling_layer: bool = False) -> None:
+        """For heads: the family's base model, under its prefix."""
+        base_model = self.auto_classes["AutoModel"](self.config, add_pooling_layer=add_pooling_layer)
+        setattr(self, self.base_model_prefix, base_model)
+
+    # ---- attention by name ----
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """As in Transformers. By default the family's kernels where they can run on this machine, else "sdpa".
+
+        Raises ValueError for kernels of another family, and for this family's where they cannot run.
+        """
+        requested = self.kernels if requested_attention is None else requested_attention
+        # Kernels, unlike the functions of Transformers, can tell where they run.
+        why_not_here = getattr(ALL_ATTENTION_FUNCTIONS.get(requested), "why_not_here", None)
+        if why_not_here is None:
+            return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        reason = why_not_here() if requested == self.kernels else f"it is not made for {type(self).__name__}"
+        if reason is None:
+            return requested
+        if requested_attention is None:
+            return super().get_correct_attn_implementation(None, is_init_check)
+        raise ValueError(f'attn_implementation="{requested}" cannot be used here: {reason}. Use "sdpa".')
+
+    # ---- positions ----
+
+    def get_position_embeddings(self) -> nn.Embedding:
+        embeddings: Any = self.base_model.embeddings
+        return embeddings.position_embeddings
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Make the longest sequence `new_num_position_embeddings` tokens: the table of positions is repeated or cut.
+
+        Raises ValueError for a number below 1.
+        """
+        config, table = self.config, self.get_position_embeddings()
+        before = config.max_position_embeddings
+        config.max_position_embeddings = new_num_position_embeddings
+        try:
+            config.validate_architecture()
+        except ValueError:
+            config.max_position_embeddings = before
+            raise
+        with torch.no_grad():
+            weight = repeat_positions(table.weight, config.first_position, new_num_position_embeddings)
+        table.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)
+        table.num_embeddings = len(weight)
+
+    # ---- loading and saving ----
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As in Transformers, which reports what is missing and what is left over.
+
+        Raises ValueError for a checkpoint of another model: none of the encoder's weights is in it, or some are
+        missing while others of an encoder are left over.
+        """
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        model, info = loaded
+        prefix = model.base_model_prefix + "."
+        encoder = {
+            name for name in model.state_dict() if name.removeprefix(prefix).startswith(("embeddings.", "encoder."))
+        }
+        missing = sorted(encoder.intersection(info["missing_keys"]))
+        left_over = [name for name in info["unexpected_keys"] if {"embeddings", "encoder"} & set(name.split("."))]
+        if missing and (left_over or (len(missing) == len(encoder) and info["unexpected_keys"])):
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path!r} lacks {len(missing)} weights of the encoder of "
+                f"{cls.__name__}, such as {missing[0]!r}: it belongs to another family, or was saved with other "
+                "options. Load it with its own configuration, or make the model with from_config()."
+            )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in Transformers. The family's code travels along, for every Auto class, where it is not installed."""
+        if not self.is_of_the_family():
+            # The loaded configuration may name files that do not travel with a user's own class.
+            self.config.auto_map = {}
+        elif type(self)._auto_class is not None:
+            self.config.auto_map = {
+                name: f"{member.__module__.rsplit('.', 1)[-1]}.{member.__name__}"
+                for name, member in self.auto_classes.items()
+            }
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class BaseModel(BasePreTrainedModel):
+    """Embeddings and layers and, by default, a pooler over the first token."""
+
+    auto_names = ("AutoModel", "AutoModelForTextEncoding")
+
+    def __init__(self, config: BaseConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        self.embeddings = Embeddings(config)
+        self.encoder = self.stack_class(config, self.self_attention_class)
+        self.pooler = Pooler(config) if add_pooling_layer else None
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        attention_rows: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_token_places: bool = False,
+        **kwargs: Any,
+    ) -> tuple | BaseModelOutput:
+        """
+        Args:
+            input_ids: (B, N) int64, N at most `max_position_embeddings`. inputs_embeds: (B, N, C) instead.
+            attention_mask: (B, N), 1 at tokens and 0 at padding, anywhere in a row; all tokens if None. With a cache
+                it may be longer than N; the tokens before come first.
+            token_type_ids: (B, N) int64, the segment of each token; 0 if None.
+            position_ids: (B, N) int64, from `config.first_position` on; if None, they count the valid tokens.
+            output_attentions: return the N×N map of each head, which takes memory quadratic in N.
+            attention_rows: (R,) or (B, R) int64; with `output_attentions`, only the rows of the map of these tokens,
+                in memory linear in N.
+            past_key_values, use_cache: of causal families alone.
+            output_token_places: for heads, see `BaseModelOutput`.
+
+        Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
+            (B, H, N or R, N). Hidden states are zero at padding.
+        """
+        reject_arguments(type(self).__name__, kwargs)
+        cache = self._cache(past_key_values, use_cache)
+        inputs = require_one_input(input_ids, inputs_embeds)
+        tables = self.embeddings.word_embeddings.num_embeddings, self.embeddings.position_embeddings.num_embeddings
+        shape = check_inputs(self.config, inputs, token_type_ids, position_ids, *tables)
+        if input_ids is not None and not input_ids.is_meta:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+
+        mask = key_mask(attention_mask, *shape, has_cache=cache is not None)
+        if has_seen_tokens(cache) and position_ids is None and (mask is None or mask.shape[1] == shape[1]):
+            raise ValueError(
+                "past_key_values holds the state of tokens before these: give an attention_mask of the tokens before "
+                "and these, or position_ids."
+            )
+        # A map has rows and columns of all N tokens.
+        pack = self.config.unpad_inputs and not output_attentions
+        batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache)
+        if output_attentions:
+            batch.maps = AttentionMaps(None if attention_rows is None else batch.rank_of(attention_rows))
+        embeddings = self.embeddings(inputs, batch, token_type_ids, position_ids)
+        last, states = self.encoder(embeddings, batch, bool(output_hidden_states))
+        return BaseModelOutput(
+            last_hidden_state=last,
+            pooler_output=None if self.pooler is None else self.pooler(last, batch.given_mask),
+            hidden_states=states,
+            attentions=tuple(batch.maps.collected) if output_attentions else None,
+            past_key_values=cache,
+            token_places=batch.sources if output_token_places else None,
+        )
+
+    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
+        """The cache to go on with; a new one if a causal model is asked for one."""
+        if not self.config.is_decoder:
+            reject_cache(type(self).__name__, past_key_values, use_cache)
+            return None
+        if past_key_values is None and use_cache:
+            return DynamicCache(config=self.config)
+        return past_key_values if use_cache is not False else None
+
+
+class Pooler(nn.Module):
+    def __init__(self, config: BaseConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = nn.Tanh()
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return self.activation(self.dense(pool(hidden_states, attention_mask, "first")))

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One state for a row of tokens.
+
+Legend: B batch, N tokens, C hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+
+def pool(hidden_states: Tensor, attention_mask: Tensor | None, pooling: str) -> Tensor:
+    """(B, C) of states (B, N, C).
+
+    Args:
+        attention_mask: (B, N), not 0 at valid tokens, wherever they lie; None for all valid.
+        pooling: "first" or "last", the state of that valid token; "mean", the mean over the valid tokens. A row
+            without any gives its first or last state, or zero.
+    """
+    mask = None if attention_mask is None else (attention_mask != 0).to(hidden_states.device)
+    if pooling == "mean":
+        if mask is None:
+            return hidden_states.mean(dim=1)
+        total = hidden_states.masked_fill(~mask[..., None], 0).sum(dim=1)
+        return total / mask.sum(dim=1, keepdim=True).clamp_min(1).to(total.dtype)
+    if mask is None:
+        return hidden_states[:, 0] if pooling == "first" else hidden_states[:, -1]
+    length = hidden_states.shape[1]
+    index = mask.long().argmax(dim=-1) if pooling == "first" else length - 1 - mask.flip(1).long().argmax(dim=-1)
+    return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), index]

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heads that models are pretrained with: masked language modelling (MLM), and with it sentence order (SOP).
+
+Legend: B batch, N tokens, C hidden size, V vocabulary, T valid tokens of a batch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.modeling_outputs import MaskedLMOutput
+from transformers.utils import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_base import BaseConfig
+from .input_checks import require_labels
+from .layers import activation, layer_norm
+from .losses import cross_entropy, without_padding
+from .modeling_base import BaseModelOutput, BasePreTrainedModel
+
+# ---- parts ----
+
+
+class PredictionHeadTransform(nn.Module):
+    def __init__(self, config: BaseConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.transform_act_fn = activation(config)
+        self.LayerNorm = layer_norm(config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
+
+
+class LMPredictionHead(nn.Module):
+    def __init__(self, config: BaseConfig):
+        super().__init__()
+        self.transform = PredictionHeadTransform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        # The same tensor as decoder.bias, under the name that published checkpoints use, where weights are tied.
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.tie_word_embeddings else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.decoder(self.transform(hidden_states))
+
+
+class PretrainingHeads(nn.Module):
+    """Masked language modelling and, with `sentence_order`, the order of the two segments."""
+
+    def __init__(self, config: BaseConfig, sentence_order: bool = False):
+        super().__init__()
+        self.predictions = LMPredictionHead(config)
+        self.seq_relationship = nn.Linear(config.hidden_size, 2) if sentence_order else None
+
+    def forward(self, hidden_states: Tensor, pooled: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """States (..., C) of tokens and (B, C) of rows -> logits (..., V) and (B, 2), or None without that head."""
+        order = None if self.seq_relationship is None else self.seq_relationship(pooled)
+        return self.predictions(hidden_states), order
+
+
+# ---- models ----
+
+
+@dataclass
+class ForPreTrainingOutput(ModelOutput):
+    r"""
+    loss (`torch.Tensor`, *optional*): sum of the losses whose labels were given.
+    mlm_loss (`torch.Tensor`, *optional*): mean cross entropy of the masked tokens.
+    sop_loss (`torch.Tensor`, *optional*): mean cross entropy of the order of the segments.
+    prediction_logits (`torch.Tensor`): (batch, length, vocab_size), before the softmax; with labels and
+        `config.sparse_prediction`, (number of labels that count, vocab_size).
+    sop_logits (`torch.Tensor`): (batch, 2), before the softmax; class 1 = the segments are swapped.
+    hidden_states, attentions: as in Transformers, on request.
+    """
+
+    loss: Tensor | None = None
+    mlm_loss: Tensor | None = None
+    sop_loss: Tensor | None = None
+    prediction_logits: Tensor | None = None
+    sop_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+# Bringing a token's logits to their place takes about as long as this many multiplications for each of them.
+MULTIPLICATIONS_OF_A_COPY = 128
+
+
+class BaseWithLMHead(BasePreTrainedModel):
+    """What the two models that predict tokens share: output embeddings, tying, logits and loss."""
+
+    cls: PretrainingHeads
+    # Without tied weights it would be a second bias, which nothing reads.
+    _keys_to_ignore_on_load_unexpected = [r"cls\.predictions\.bias"]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
+        cls._tied_weights_keys = {
+            "cls.predictions.decoder.weight": words,
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LMPredictionHead) and module.bias is not None:
+            init.zeros_(module.bias)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.cls.predictions.decoder = new_embeddings
+        if self.cls.predictions.bias is not None:
+            self.cls.predictions.bias = new_embeddings.bias
+
+    def predict_tokens(
+        self,
+        outputs: BaseModelOutput,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The base model's outputs, labels (B, N) -> logits (B, N, V), or (counted labels, V) if sparse; those of
+        the order of segments; and the loss of the tokens."""
+        states, pooled = outputs.last_hidden_state, outputs.pooler_output
+        ignore = self.config.sparse_pred_ignore_index
+        if labels is not None:
+            if labels.shape != states.shape[:2]:
+                raise ValueError(
+                    f"labels have shape {tuple(labels.shape)}, but must be (batch, length) = "
+                    f"{tuple(states.shape[:2])}."
+                )
+            require_labels(labels, self.config.vocab_size, "labels", "vocab_size", ignore)
+            labels = without_padding(labels, attention_mask, ignore).to(states.device)
+        places = None
+        if labels is not None and self.config.sparse_prediction:
+            counted = labels.flatten() != ignore
+            states, labels = states.flatten(0, 1)[counted], labels.flatten()[counted]
+        elif outputs.token_places is not None and self._pays_without_padding(outputs.token_places, states):
+            shape, places = states.shape[:2], outputs.token_places.to(states.device)
+            # Padding has the logits of its state, which is zero: one more token.
+            states = F.pad(states.flatten(0, 1).index_select(0, places), (0, 0, 0, 1))
+            labels = None if labels is None else F.pad(labels.flatten()[places], (0, 1), value=ignore)
+        logits, order = self.cls(states, pooled)
+        loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch, ignore)
+        return logits if places is None else _at_all_places(logits, places, shape), order, loss
+
+    def _pays_without_padding(self, places: Tensor, states: Tensor) -> bool:
+        """Whether the products that are saved at padding take longer than bringing all logits to their places."""
+        padding = 1 - len(places) / states.shape[:2].numel()
+        # The backward pass has two more products of the forward pass's size.
+        products = 3 if torch.is_grad_enabled() else 1
+        return products * self.config.hidden_size * padding > MULTIPLICATIONS_OF_A_COPY
+
+
+def _at_all_places(logits: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Logits of the T valid tokens and, last, of padding, (T + 1, V), at all places of a batch, (B, N, V)."""
+    tokens = torch.arange(len(places), device=places.device)
+    index = torch.full((shape.numel(),), len(places), device=places.device)
+    return F.embedding(index.index_copy_(0, places, tokens).view(shape), logits)
+
+
+class BaseForMaskedLM(BaseWithLMHead):
+    auto_names = ("AutoModelForMaskedLM",)
+
+    def __init__(self, config: BaseConfig):
+        super().__init__(config)
+        self.add_base_model()
+        self.cls = PretrainingHeads(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> tuple | MaskedLMOutput:
+        """
+        Args:
+            labels: (B, N) int64, the tokens to predict, -100 where none is; at padding, none is.
+            num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
+            The others: see the base model.
+
+        Returns: loss, logits (B, N, V) and what the base model gives on request.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(
+            *inputs, output_attentions, output_hidden_states, output_token_places=True, return_dict=True, **kwargs
+        )
+        logits, _, loss = self.predict_tokens(outputs, attention_mask, labels, num_items_in_batch)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class BaseForPreTraining(BaseWithLMHead):
+    auto_names = ("AutoModelForPreTraining",)
+
+    def __init__(self, config: BaseConfig):
+        super().__init__(config)
+        self.add_base_model(add_pooling_layer=True)
+        self.cls = PretrainingHeads(config, sentence_order=True)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        sentence_order_label: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> tuple | ForPreTrainingOutput:
+        """
+        Args:
+            labels: (B, N) int64, the tokens to predict, -100 where none is; at padding, none is.
+            sentence_order_label: (B,) int64, 0 for segments in their order and 1 for swapped ones, as in ALBERT.
+            num_items_in_batch: what the sum of the token loss is divided by; the labels that count in this batch if
+                None. The loss of the order then has this batch's share of them as its weight.
+            The others: see the base model.
+
+        Returns: `ForPreTrainingOutput`.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(
+            *inputs, output_attentions, output_hidden_states, output_token_places=True, return_dict=True, **kwargs
+        )
+        prediction_logits, sop_logits, mlm_loss = self.predict_tokens(
+            outputs, attention_mask, labels, num_items_in_batch
+        )
+        sop_loss = None
+        if sentence_order_label is not None:
+            require_labels(sentence_order_label, 2, "sentence_order_label", "the number of orders")
+            sop_loss = cross_entropy(sop_logits, sentence_order_label)
+            if num_items_in_batch is not None and labels is not None:
+                counted = without_padding(labels, attention_mask, self.config.sparse_pred_ignore_index)
+                sop_loss = sop_loss * (counted != self.config.sparse_pred_ignore_index).sum() / num_items_in_batch
+        losses = [loss for loss in (mlm_loss, sop_loss) if loss is not None]
+        return ForPreTrainingOutput(
+            loss=torch.stack(losses).sum() if losses else None,
+            mlm_loss=mlm_loss,
+            sop_loss=sop_loss,
+            prediction_logits=prediction_logits,
+            sop_logits=sop_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

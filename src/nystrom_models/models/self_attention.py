@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention layers of all families share; a family adds `attend`.
+
+Legend: B batch, N tokens of a row, C = H·D hidden size, H heads, D head size.
+"""
+
+from torch import Tensor, nn
+
+from .batch import Batch
+from .configuration_base import BaseConfig
+from .cpu_blocks import has_hooks
+from .depthwise_convolution import DepthwiseConvolution
+from .masked_attention import Attend, attend_by_name
+from .token_layout import merge_heads, split_heads
+
+
+class SelfAttention(nn.Module):
+    """Projections to queries, keys and values, and a convolution of the values if the family's configuration has one.
+
+    A module that owns parameters is called, never read: adapters, offload, quantization, sharding and hooks all hang
+    on the call.
+    """
+
+    def __init__(self, config: BaseConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout_p = config.attention_probs_dropout_prob
+        kernel_size = getattr(config, "conv_kernel_size", None)
+        self.conv = None if kernel_size is None else DepthwiseConvolution.of_heads(self.num_heads, kernel_size)
+
+    def forward(self, hidden_states: Tensor, batch: Batch) -> Tensor:
+        """hidden_states, in the layout of the batch: (B, N, C) or (1, T, C) -> context, in the same layout.
+
+        A map that the batch asks for is recorded there.
+        """
+        batch = batch.to(hidden_states.device)
+        return batch.from_rows(merge_heads(self.attend(hidden_states, batch)))
+
+    def attend(self, hidden_states: Tensor, batch: Batch) -> Tensor:
+        """The same -> context (B, H, N, D), in rows."""
+        raise TypeError(f"{type(self).__name__} must define attend().")
+
+    def in_heads(self, states: Tensor, batch: Batch) -> Tensor:
+        """States in the layout of the batch, in rows and heads, (B, H, N, D)."""
+        return split_heads(batch.to_rows(states), self.num_heads)
+
+    def convolve(self, value: Tensor, batch: Batch) -> Tensor | None:
+        """The convolution of the values (B, H, N, D), if there is one, to be added to the context."""
+        if self.conv is None:
+            return None
+        skip = self.conv(self.without_padding(value, batch))
+        # The attention may be written over it, which nobody must see who keeps what a hook was given.
+        return skip.clone() if has_hooks(self.conv) else skip
+
+    @staticmethod
+    def without_padding(value: Tensor, batch: Batch) -> Tensor:
+        """Values (B, H, N, D) with zeros at padding; packed ones have them already."""
+        if batch.mask is None or batch.places is not None:
+            return value
+        return value.masked_fill(~batch.mask[:, None, :, None], 0)
+
+    @property
+    def softmax_attention(self) -> Attend:
+        """What computes softmax attention, by `attn_implementation`."""
+        return attend_by_name(self, self.config._attn_implementation)
+
+    @property
+    def is_eager(self) -> bool:
+        return self.config._attn_implementation == "eager"
+
+    @property
+    def dropout(self) -> float:
+        return self.dropout_p if self.training else 0.0

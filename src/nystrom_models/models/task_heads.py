@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heads that models are fine-tuned with: classes of sequences and of tokens, answers, choices.
+
+Legend: B batch, N tokens, C hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import (
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_base import BaseConfig
+from .input_checks import require_labels, require_one_input
+from .layers import activation
+from .losses import IGNORED, binary_cross_entropy, cross_entropy, squared_error, without_padding
+from .modeling_base import BasePreTrainedModel
+from .pooling import pool
+
+
+class ClassificationHead(nn.Module):
+    def __init__(self, config: BaseConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(classifier_dropout(config))
+        self.activation = activation(config)
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.activation(self.dense(self.dropout(features)))
+        return self.out_proj(self.dropout(hidden))
+
+
+def classifier_dropout(config: BaseConfig) -> float:
+    return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+
+
+class BaseForSequenceClassification(BasePreTrainedModel):
+    auto_names = ("AutoModelForSequenceClassification",)
+
+    def __init__(self, config: BaseConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.add_base_model()
+        self.classifier = ClassificationHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> tuple | SequenceClassifierOutput:
+        """
+        Args:
+            labels: (B,) int64 classes; (B,) or (B, num_labels) floats for regression; (B, num_labels) floats of 0 and
+                1 for several labels at once. Which one, `config.problem_type` says; if it is None, the labels' dtype
+                and `num_labels` do, at every call anew.
+            num_items_in_batch: what the sum of the loss is divided by; the labels of this batch if None.
+            The others: see the base model.
+
+        Returns: loss, logits (B, num_labels) and what the base model gives on request.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
+        pooled = pool(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
+        logits = self.classifier(pooled)
+        return SequenceClassifierOutput(
+            loss=None if labels is None else self._loss(logits, labels, num_items_in_batch),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        problem_type = self.config.problem_type
+        if problem_type is None:
+            if self.num_labels == 1:
+                problem_type = "regression"
+            elif labels.is_floating_point():
+                problem_type = "multi_label_classification"
+            else:
+                problem_type = "single_label_classification"
+        if problem_type == "regression":
+            return squared_error(logits, labels, num_items_in_batch)
+        if problem_type == "multi_label_classification":
+            return binary_cross_entropy(logits, labels, num_items_in_batch)
+        require_labels(labels, self.num_labels, "labels", "num_labels")
+        return cross_entropy(logits, labels, num_items_in_batch)
+
+
+class BaseForTokenClassification(BasePreTrainedModel):
+    auto_names = ("AutoModelForTokenClassification",)
+
+    def __init__(self, config: BaseConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.add_base_model()
+        self.dropout = nn.Dropout(classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> tuple | TokenClassifierOutput:
+        """
+        Args:
+            labels: (B, N) int64, -100 where a token has none; padding has none.
+            num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
+            The others: see the base model.
+
+        Returns: loss, logits (B, N, num_labels) and what the base model gives on request.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            require_labels(labels, self.num_labels, "labels", "num_labels")
+            loss = cross_entropy(logits, without_padding(labels, attention_mask), num_items_in_batch)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class BaseForQuestionAnswering(BasePreTrainedModel):
+    auto_names = ("AutoModelForQuestionAnswering",)
+
+    def __init__(self, config: BaseConfig):
+        super().__init__(config)
+        self.add_base_model()
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> tuple | QuestionAnsweringModelOutput:
+        """
+        Args:
+            start_positions, end_positions: (B,) int64, the first and the last token of the answer; a position outside
+                the sequence is ignored.
+            num_items_in_batch: what the sum of each of the two losses is divided by; the answers of this batch if
+                None.
+            The others: see the base model.
+
+        Returns: loss, start_logits and end_logits (B, N) and what the base model gives on request.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            start_loss = self._loss(start_logits, start_positions, attention_mask, num_items_in_batch)
+            end_loss = self._loss(end_logits, end_positions, attention_mask, num_items_in_batch)
+            loss = (start_loss + end_loss) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits.contiguous(),
+            end_logits=end_logits.contiguous(),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @staticmethod
+    def _loss(
+        logits: Tensor,
+        positions: Tensor,
+        attention_mask: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor:
+        if attention_mask is not None:
+            # Padding is no candidate: the loss must not depend on how much of it there is.
+            logits = logits.masked_fill(attention_mask.to(logits.device) == 0, torch.finfo(logits.dtype).min)
+        positions = positions.flatten()
+        outside = (positions < 0) | (positions >= logits.shape[1])
+        return cross_entropy(logits, positions.masked_fill(outside, IGNORED), num_items_in_batch)
+
+
+class BaseForMultipleChoice(BasePreTrainedModel):
+    auto_names = ("AutoModelForMultipleChoice",)
+
+    def __init__(self, config: BaseConfig):
+        super().__init__(config)
+        self.add_base_model()
+        self.pre_classifier = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = nn.ReLU()
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> tuple | MultipleChoiceModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, token_type_ids, position_ids: (B, choices, N).
+            inputs_embeds: (B, choices, N, C).
+            labels: (B,) int64, the right choice.
+            num_items_in_batch: what the sum of the loss is divided by; the labels of this batch if None.
+
+        Returns: loss, logits (B, choices) and what the base model gives on request.
+        """
+        choices = require_one_input(input_ids, inputs_embeds).shape[1]
+        inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
+        # A choice is a row of the batch.
+        inputs = [None if tensor is None else tensor.flatten(0, 1) for tensor in inputs]
+        outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
+        pooled = pool(outputs.last_hidden_state, inputs[1], self.config.classifier_pooling)
+        logits = self.classifier(self.activation(self.pre_classifier(pooled))).view(-1, choices)
+        loss = None
+        if labels is not None:
+            require_labels(labels, choices, "labels", "the number of choices")
+            loss = cross_entropy(logits, labels, num_items_in_batch)
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )

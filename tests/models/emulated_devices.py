@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two more devices on a machine that has none: tensors of the CPU that say they lie elsewhere.
+
+As on real devices, an operation on tensors of several is an error.
+"""
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "emulated"
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+class EmulatedTensor(torch.Tensor):
+    """A tensor of an emulated device; `memory` is the tensor of the CPU that holds its numbers."""
+
+    @staticmethod
+    def __new__(cls, memory: torch.Tensor, device: torch.device):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            memory.size(),
+            strides=memory.stride(),
+            storage_offset=memory.storage_offset(),
+            dtype=memory.dtype,
+            device=device,
+        )
+        made.memory = memory
+        return made
+
+    def __repr__(self) -> str:
+        return f"EmulatedTensor({self.memory!r}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return run(function, args, kwargs or {})
+
+
+class _Dispatch(TorchDispatchMode):
+    """For functions that make tensors on a device from none."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return run(function, args, kwargs or {})
+
+
+def run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation, on the memory of its tensors; the result lies where they lie, or where it is asked for."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    # Numbers of the CPU go with any device.
+    devices = {tensor.device for tensor in tensors if tensor.dim() > 0 or isinstance(tensor, EmulatedTensor)}
+    if len(devices) > 1 and function not in COPIES:
+        raise RuntimeError(f"{function}: expected all tensors on one device, but found {devices}")
+    asked = kwargs.get("device")
+    if asked is not None:
+        device = torch.device(asked)
+        device = torch.device(NAME, device.index or 0) if device.type == NAME else device
+    else:
+        device = tensors[0].device if function in COPIES else next(iter(devices), torch.device("cpu"))
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, EmulatedTensor):
+            return value.memory
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
+
+    result = function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    # What is written in place stays the same tensor.
+    known = {id(unwrap(tensor)): tensor for tensor in tensors if tensor.device == device}
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in known:
+            return known[id(value)]
+        return EmulatedTensor(value, device) if device.type == NAME else value
+
+    return tree_map(wrap, result)
+
+
+def register() -> None:
+    """Make the devices known to PyTorch in this process: once, and before its first backward pass."""
+    _setup_privateuseone_for_python_backend(NAME)
+
+
+@contextmanager
+def emulated_devices():
+    """The context in which tensors can be made on, and brought to, the two devices that are given."""
+    with _Dispatch():
+        yield torch.device(NAME, 0), torch.device(NAME, 1)

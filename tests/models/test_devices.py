@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose layers lie on several devices, which are emulated in a process of their own.
+
+There, because PyTorch would know the emulated devices in all tests that follow.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+from tests.models.emulated_devices import emulated_devices, register
+from tests.models.options import HEADS, TOLERANCE, make_model, padded_inputs, relative_error, result
+
+FAMILIES = ("nystromformer-landmarks", "nystromformer-pre_norm", "linformer-layerwise", "linformer-none")
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), register) as process:
+        yield lambda function, *arguments: process.submit(function, *arguments).result(timeout=120)
+
+
+def blocks_of(model):
+    """The names of the parts that a device map places: layers, and what stands beside them."""
+    splits = (model, model.base_model, model.base_model.encoder, model.base_model.encoder.layer)
+    for name, module in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if any(parent is split for split in splits) and not any(module is split for split in splits):
+            yield name
+
+
+@torch.no_grad()
+def compare_on_two_devices(option, head):
+    torch.manual_seed(0)
+    model = make_model(option, head)
+    inputs = padded_inputs(head, labels=True)
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+    expected = [result(model, inputs), result(model, inputs | wanted)]
+    # A head with tied weights must lie where the embeddings are.
+    first = ("embeddings", "encoder.layer.0", "encoder.sequence_projection", "cls")
+    with emulated_devices() as devices:
+        places = {name: devices[0 if name.endswith(first) else 1] for name in blocks_of(model)}
+        split = dispatch_model(model, places)
+        for given in (devices[0], torch.device("cpu")):
+            given_inputs = {name: tensor.to(given) for name, tensor in inputs.items()}
+            assert relative_error(result(split, given_inputs), expected[0]) < TOLERANCE[torch.float32]
+            assert relative_error(result(split, given_inputs | wanted), expected[1]) < TOLERANCE[torch.float32]
+
+
+def compare_gradients(option):
+    torch.manual_seed(0)
+    model = make_model(option, "ForPreTraining")
+    inputs = padded_inputs("ForPreTraining", labels=True)
+    model(**inputs).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with emulated_devices() as (device, _):
+        for name in blocks_of(model):
+            where = device if name.endswith("encoder.layer.1") else torch.device("cpu")
+            add_hook_to_module(model.get_submodule(name).to(where), AlignDevicesHook(where))
+        model(**inputs).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.device == parameter.device, name
+            if gradients[name].abs().max() > 1e-6:  # that of a key's bias is zero but for rounding
+                assert relative_error(parameter.grad.cpu(), gradients[name]) < 4 * TOLERANCE[torch.float32], name
+
+
+def fail_on_mixed_devices():
+    with emulated_devices() as devices:
+        torch.ones(2, device=devices[0]) + torch.ones(2)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("option", FAMILIES)
+def test_layers_on_two_devices(elsewhere, option, head):
+    """With padding and labels, and maps and states on request, wherever the inputs are."""
+    elsewhere(compare_on_two_devices, option, head)
+
+
+@pytest.mark.parametrize("option", FAMILIES)
+def test_gradients_come_back_from_another_device(elsewhere, option):
+    elsewhere(compare_gradients, option)
+
+
+def test_tensors_of_several_devices_do_not_mix(elsewhere):
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        elsewhere(fail_on_mixed_devices)

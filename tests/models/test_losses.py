@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses as Trainer and users of half precision get them."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+
+from tests.models.options import HEADS, make_model, padded_inputs, relative_error
+
+FAMILIES = ("nystromformer-landmarks", "linformer-layerwise")
+WITH_LABELS = [head for head in HEADS if head not in ("Model", "ForQuestionAnswering")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_many_labels_in_half_precision(dtype):
+    """A sum of 9,000 terms overflows float16; a mean rounded to bfloat16 has two digits."""
+    model = make_model("linformer-layerwise", "ForTokenClassification", num_labels=1000).to(dtype)
+    ids = torch.randint(3, 99, (150, 60))
+    labels = torch.randint(0, 1000, ids.shape)
+    outputs = model(ids, labels=labels)
+    expected = F.cross_entropy(outputs.logits.double().flatten(0, 1), labels.flatten())
+    assert outputs.loss.dtype == torch.float32 and relative_error(outputs.loss, expected) < 1e-6
+
+
+def rows_of(inputs, rows):
+    return {name: tensor[rows] for name, tensor in inputs.items()}
+
+
+@pytest.mark.parametrize("head", WITH_LABELS)
+@torch.no_grad()
+def test_parts_of_a_batch_add_up_to_its_loss(head):
+    """As Trainer accumulates: each part is divided by the labels of all, however unequal the parts are."""
+    model = make_model("nystromformer-landmarks", head)
+    if head == "ForMultipleChoice":
+        inputs = {"input_ids": torch.randint(3, 99, (3, 2, 20)), "labels": torch.tensor([0, 1, 1])}
+    else:
+        inputs = padded_inputs(head, labels=True)
+    if head != "ForSequenceClassification" and head != "ForMultipleChoice":
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+        inputs["labels"][1, 20:] = -100
+    if head == "ForPreTraining":
+        # The order of rows counts by their share of the labels: the same for all where there are as many.
+        inputs["labels"] = torch.full_like(inputs["input_ids"], -100)
+        inputs["labels"][:, 12:20] = 7
+    count = (inputs["labels"] != -100).sum()
+    parts = [rows_of(inputs, slice(0, 1)), rows_of(inputs, slice(1, 3))]
+    losses = [model(**part, num_items_in_batch=count).loss for part in parts]
+    assert relative_error(sum(losses), model(**inputs).loss) < 1e-6
+    assert relative_error(model(**inputs, num_items_in_batch=int(count)).loss, model(**inputs).loss) < 1e-6
+
+
+@pytest.mark.parametrize("option", FAMILIES)
+def test_trainer_accumulates_unequal_batches_as_one(option, tmp_path):
+    """Four rows of 30, 2, 9 and 20 labels, in one step of one batch or of four: the same gradient."""
+    rows = []
+    for count in (30, 2, 9, 20):
+        ids = torch.randint(3, 99, (40,))
+        labels = torch.full_like(ids, -100)
+        labels[:count] = ids[:count]
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    trained = []
+    for batch_size in (4, 1):
+        torch.manual_seed(0)
+        model = make_model(option, "ForMaskedLM")
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=4 // batch_size,
+            max_steps=1,
+            learning_rate=0.1,
+            optim="sgd",
+            max_grad_norm=0,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        Trainer(model, arguments, train_dataset=rows).train()
+        trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert relative_error(trained[1], trained[0]) < 1e-5
+
+
+def test_predictions_are_logits_and_not_losses(tmp_path):
+    """`Trainer.predict` takes out what `keys_to_ignore_at_inference` names."""
+    model = make_model("nystromformer-landmarks", "ForPreTraining")
+    rows = [{"input_ids": torch.randint(3, 99, (20,)), "sentence_order_label": 1} for _ in range(3)]
+    rows = [row | {"labels": row["input_ids"]} for row in rows]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True, per_device_eval_batch_size=2
+    )
+    predicted = Trainer(model, arguments).predict(rows).predictions
+    assert [array.shape for array in predicted] == [(3, 20, 99), (3, 2)]
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForPreTraining"])
+@pytest.mark.parametrize("option", FAMILIES)
+def test_without_tied_weights_every_parameter_is_trained(option, head, tmp_path):
+    model = make_model(option, head, tie_word_embeddings=False)
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    model.resize_token_embeddings(110)
+    model(**padded_inputs(head, labels=True)).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+    model.save_pretrained(tmp_path)
+    again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    inputs = padded_inputs(head)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(**inputs)[0], model(**inputs)[0])

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What importing the package changes in Transformers, what a checkpoint advertises of it, and the way out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+import nystrom_models
+from nystrom_models.registration import FAMILIES
+from tests.models.options import HEADS, make_model
+
+UNREGISTER = """
+import transformers
+import nystrom_models
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+fields = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
+model = nystrom_models.NystromformerForMaskedLM(nystrom_models.NystromformerConfig(**fields))
+model.save_pretrained("saved")
+ours = type(AutoModel.from_pretrained("saved"))
+assert ours is nystrom_models.NystromformerModel
+
+nystrom_models.unregister()
+config = AutoConfig.for_model("nystromformer", **fields)
+assert type(config) is transformers.NystromformerConfig
+for name in ("AutoModel", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"):
+    assert type(getattr(transformers, name).from_config(config)).__module__.startswith("transformers.models."), name
+assert type(AutoModelForMaskedLM.from_pretrained("saved")) is transformers.NystromformerForMaskedLM
+try:
+    AutoConfig.for_model("linformer")
+except ValueError as error:
+    assert "linformer" in str(error)
+else:
+    raise AssertionError("a Linformer is still known")
+again = nystrom_models.NystromformerForMaskedLM.from_pretrained("saved")
+again(model.dummy_inputs["input_ids"])
+nystrom_models.unregister()
+
+nystrom_models.register()
+assert type(AutoModel.from_pretrained("saved")) is ours
+"""
+
+
+def test_unregistering_brings_the_built_in_classes_back(tmp_path):
+    """In a process of its own; what exists works on, and both may be called twice."""
+    result = subprocess.run([sys.executable, "-c", UNREGISTER], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.base_model_prefix)
+def test_a_checkpoint_advertises_the_auto_classes_that_give_its_family(family, tmp_path):
+    prefix = family.__name__.removesuffix("PreTrainedModel")
+    model = getattr(nystrom_models, prefix + "ForMaskedLM")
+    option = f"{family.base_model_prefix}-{'landmarks' if prefix == 'Nystromformer' else 'layerwise'}"
+    make_model(option, "ForMaskedLM").save_pretrained(tmp_path)
+    advertised = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert advertised.pop("AutoConfig").endswith(f".{prefix}Config")
+    for name, reference in advertised.items():
+        given = getattr(transformers, name)._model_mapping[family.config_class]
+        assert reference == f"modeling_{family.base_model_prefix}.{given.__name__}"
+        assert (tmp_path / f"modeling_{family.base_model_prefix}.py").is_file()
+    assert {given.__name__ for given in family.auto_classes.values()} == {prefix + head for head in HEADS}
+    assert model in family.auto_classes.values()
+
+
+USER_FILE = """
+import torch
+from nystrom_models import LinformerForMaskedLM
+
+
+class LinformerWithMore(LinformerForMaskedLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.more = torch.nn.Linear(config.hidden_size, 1)
+        self.post_init()
+"""
+
+
+def test_a_class_in_a_users_own_file_names_no_files_that_are_not_there(tmp_path, monkeypatch):
+    """Saved from a model that was loaded from a checkpoint with code, which its configuration still names."""
+    (tmp_path / "users_own_model.py").write_text(USER_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    from users_own_model import LinformerWithMore
+
+    make_model("linformer-layerwise", "ForMaskedLM").save_pretrained(tmp_path / "ours")
+    model = LinformerWithMore.from_pretrained(tmp_path / "ours")
+    assert "AutoModel" in model.config.auto_map
+    model.save_pretrained(tmp_path / "theirs")
+    saved = {path.name for path in (tmp_path / "theirs").iterdir()}
+    for reference in json.loads((tmp_path / "theirs/config.json").read_text()).get("auto_map", {}).values():
+        assert reference.split(".")[0] + ".py" in saved, reference
+    again, report = LinformerWithMore.from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(again.more.weight, model.more.weight)
+    assert type(AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs")) is nystrom_models.LinformerForMaskedLM
+
+    # Registered as Transformers says, its own file travels.
+    LinformerWithMore.register_for_auto_class("AutoModelForMaskedLM")
+    model.save_pretrained(tmp_path / "shared")
+    advertised = json.loads((tmp_path / "shared/config.json").read_text())["auto_map"]
+    assert advertised["AutoModelForMaskedLM"] == "users_own_model.LinformerWithMore"
+    assert (tmp_path / "shared/users_own_model.py").is_file()
+    assert AutoConfig.from_pretrained(tmp_path / "shared").model_type == "linformer"
