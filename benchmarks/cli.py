@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import (  # noqa: F401  (they register)
     capabilities,
+    compiled_kernels,
     environment,
     kernels,
     linformer,
@@ -55,6 +56,34 @@ def build_parser() -> argparse.ArgumentParser:
 
     alone = commands.add_parser("kernels", help="time the Triton kernels one by one (GPU), and ways to launch them")
     alone.add_argument("--sweep", action="store_true", help="also find the fastest way to launch each (minutes)")
+    alone.add_argument(
+        "--compiled",
+        action="store_true",
+        help="instead print what they compile to, without a GPU: registers, shared memory, spills, barriers (minutes)",
+    )
+    alone.add_argument(
+        "--capabilities",
+        type=int,
+        nargs="+",
+        choices=compiled_kernels.SHARED_MEMORY,
+        default=list(compiled_kernels.SHARED_MEMORY),
+        help="with --compiled: compute capabilities times ten (default: all)",
+    )
+    cases = {case.name: case for case in compiled_kernels.CASES}
+    alone.add_argument(
+        "--cases",
+        nargs="+",
+        choices=cases,
+        default=list(cases),
+        help="with --compiled: dtypes and sizes (default: all)",
+    )
+    alone.add_argument(
+        "--options",
+        nargs="+",
+        choices=compiled_kernels.OPTIONS,
+        default=list(compiled_kernels.OPTIONS),
+        help="with --compiled: with or without mask and dropout (default: both)",
+    )
     add_sizes(alone)
     alone.set_defaults(device="cuda", dtype="bfloat16")
 
@@ -182,6 +211,21 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
     return 1 if wrong else 0
 
 
+def compile_kernels(arguments: argparse.Namespace) -> int:
+    """Prints the table; 1 if something does not fit."""
+    versions = environment.versions()
+    commit = environment.commit()
+    print(f"Triton {versions['triton']}, commit {commit['commit']}" + ", modified" * bool(commit["modified"]))
+    print("\nregisters a thread / KiB of shared memory / bytes a thread spills / barriers\n")
+    cases = [case for case in compiled_kernels.CASES if case.name in arguments.cases]
+    rows = compiled_kernels.measure(arguments.capabilities, cases, arguments.options, progress)
+    print(compiled_kernels.table(arguments.capabilities, rows))
+    faults = compiled_kernels.faults(rows)
+    for fault in faults:
+        print(f"\n{fault}")
+    return 1 if faults else 0
+
+
 def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         parser.error("the kernels are for a GPU, and PyTorch finds no CUDA device here")
@@ -232,6 +276,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "run":
         return run(parser, arguments, argv)
+    if arguments.command == "kernels" and arguments.compiled:
+        return compile_kernels(arguments)
     if arguments.command == "kernels":
         return time_kernels(parser, arguments)
     if arguments.command == "list":
