@@ -1,42 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """A card of every model that configs/ describes: `python -m model_cards` writes them, `--check` compares.
 
-What a card says is read from the configuration, from the model that it gives (on the meta device, without memory),
-from the recipes that name it and from the results that the README reports. The card of a trained model is another:
-`nystrom_models.training.model_card`.
+The text is `nystrom_models.training.configuration_card`'s. Here stands what it cannot know: which recipes name a
+configuration, and which results of the README are of which model.
 """
 
 import argparse
-import functools
 import json
 import sys
 from pathlib import Path
 
-import torch
-from huggingface_hub import ModelCard, ModelCardData
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModel, AutoModelForPreTraining
+from huggingface_hub import EvalResult
+from transformers import AutoConfig
 
-from nystrom_models import NystromformerConfig
-from nystrom_models.models.configuration_base import BaseConfig
-from nystrom_models.training.model_card import FAMILIES, limits_of
+from nystrom_models.training.configuration_card import configuration_card
+from nystrom_models.training.model_card import FAMILIES
 
 CARDS = Path(__file__).parent
 ROOT = CARDS.parent
 CONFIGS = ROOT / "configs"
 RESULTS = ROOT / "benchmarks" / "results" / "2026-11-20-cpu-comparison-tiny-256.json"
-
-PAPERS = {
-    "nystromformer": (
-        "Yunyang Xiong, Zhanpeng Zeng, Rudrasis Chakraborty, Mingxing Tan, Glenn Fung, Yin Li and Vikas Singh: "
-        "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention. AAAI 2021, "
-        "[arXiv:2102.03902](https://arxiv.org/abs/2102.03902)."
-    ),
-    "linformer": (
-        "Sinong Wang, Belinda Z. Li, Madian Khabsa, Han Fang and Hao Ma: Linformer: Self-Attention with Linear "
-        "Complexity. 2020, [arXiv:2006.04768](https://arxiv.org/abs/2006.04768)."
-    ),
-}
 
 # The arms of the comparison in RESULTS: the configuration of each, and how the card of that configuration calls it.
 ARMS = {
@@ -46,13 +29,13 @@ ARMS = {
     "linformer": ("linformer/tiny-256-k32-layerwise", "as configured"),
 }
 
-# Column, task and metric of a table of results.
+# Task and metric in RESULTS, and the data that the README names.
 COLUMNS = (
-    ("MLM accuracy", "pretraining", "mlm_accuracy"),
-    ("SOP accuracy", "pretraining", "sop_accuracy"),
-    ("SST-2, accuracy", "sst2", "accuracy"),
-    ("MRPC, F1", "mrpc", "f1"),
-    ("IMDB, accuracy", "imdb", "accuracy"),
+    ("pretraining", "mlm_accuracy", "English Wikipedia, MLM"),
+    ("pretraining", "sop_accuracy", "English Wikipedia, SOP"),
+    ("sst2", "accuracy", "SST-2"),
+    ("mrpc", "f1", "MRPC"),
+    ("imdb", "accuracy", "IMDB"),
 )
 
 
@@ -65,117 +48,51 @@ def names() -> list[str]:
     )
 
 
-def _attention(config: BaseConfig) -> str:
-    if isinstance(config, NystromformerConfig):
-        if config.num_landmarks is None:
-            return "softmax, exact: the control of the Nyström models"
-        return f"Nyström, {config.num_landmarks} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse"
-    shared = {
-        "none": "not shared",
-        "headwise": "shared by the heads of a layer",
-        "key_value": "shared by the heads, keys and values of a layer",
-        "layerwise": "shared by all heads, keys, values and layers",
-    }
-    projections = f"{config.projection_type} projections {shared[config.share_projection]}"
-    return f"Linformer, k = {config.projected_dim}, {projections}"
-
-
-def _summary(config: BaseConfig) -> str:
-    linear = not (isinstance(config, NystromformerConfig) and config.num_landmarks is None)
-    return (
-        f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for up to "
-        f"{config.max_position_embeddings} tokens, whose attention takes time and memory "
-        f"{'linear' if linear else 'quadratic'} in their number."
-    )
-
-
-def _facts(config: BaseConfig) -> list[tuple[str, str]]:
-    with torch.device("meta"):
-        model = AutoModelForPreTraining.from_config(config)
-    total, encoder = model.num_parameters(), sum(p.numel() for p in model.base_model.encoder.parameters())
-    convolution = (
-        "none" if config.conv_kernel_size is None else f"{config.conv_kernel_size} tokens wide, on each head's values"
-    )
+def results_of(name: str) -> list[tuple[str, list[EvalResult]]]:
+    """Labels and scores of the runs of one configuration, the model as configured first."""
+    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["results"]
     return [
-        ("Attention", _attention(config)),
-        ("Depthwise convolution beside it", convolution),
-        (
-            "Layers, width, heads, feed-forward width",
-            f"{config.num_hidden_layers}, {config.hidden_size}, "
-            f"{config.num_attention_heads}, {config.intermediate_size}",
-        ),
-        ("Longest input", f"{config.max_position_embeddings} tokens"),
-        ("Vocabulary", f"{config.vocab_size:,}"),
-        ("Parameters, with the MLM and SOP heads", f"{total:,}, of which {encoder:,} in the layers"),
-    ]
-
-
-def _operations(config: BaseConfig) -> list[tuple[str, str, str]]:
-    """Tokens, operations with this attention, with softmax attention: at a quarter of the longest length and at it."""
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-    softmax = NystromformerConfig(
-        **{name: getattr(config, name) for name in sizes}, num_landmarks=None, conv_kernel_size=None
-    )
-    return [
-        (f"{length:,}", f"{_millions_a_token(config, length):.3g}", f"{_millions_a_token(softmax, length):.3g}")
-        for length in (config.max_position_embeddings // 4, config.max_position_embeddings)
-    ]
-
-
-def _millions_a_token(config: BaseConfig, length: int) -> float:
-    return _operations_of_a_row(config.to_json_string(), length) / length / 1e6
-
-
-@functools.cache  # many models have the same softmax control
-def _operations_of_a_row(config: str, length: int) -> int:
-    values = json.loads(config)
-    with torch.device("meta"):
-        model = AutoModel.from_config(AutoConfig.for_model(**values)).eval()
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(input_ids=torch.zeros(1, length, dtype=torch.long))
-    return counter.get_total_flops()
-
-
-def _percent(value: float | dict[str, float]) -> str:
-    if isinstance(value, dict):
-        return f"{100 * value['mean']:.1f} ± {100 * value['std']:.1f}"
-    return f"{100 * value:.1f}"
-
-
-def _results(name: str, runs: dict) -> list[tuple[str, list[str]]]:
-    return [
-        (label, [_percent(runs[arm][task][metric]) for _, task, metric in COLUMNS])
+        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in COLUMNS])
         for arm, (config, label) in ARMS.items()
         if config == name
     ]
 
 
+def _result(task: str, metric: str, data: str, value: float | dict[str, float]) -> EvalResult:
+    mean, spread = (value["mean"], value["std"]) if isinstance(value, dict) else (value, None)
+    return EvalResult(
+        task_type="fill-mask" if task == "pretraining" else "text-classification",
+        dataset_type="wikipedia" if task == "pretraining" else task,
+        dataset_name=data,
+        dataset_config=metric if task == "pretraining" else None,
+        metric_type=metric.rpartition("_")[2],
+        metric_value=round(mean, 6),
+        metric_args=None if spread is None else {"standard_deviation": round(spread, 6), "seeds": 3},
+    )
+
+
 def card(name: str) -> str:
     """The text of one card: `name` is the configuration's family and file, without `.json`."""
-    config = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
-    comparison = json.loads(RESULTS.read_text(encoding="utf-8"))
-    content = ModelCard.from_template(
-        ModelCardData(
-            library_name="transformers", pipeline_tag="fill-mask", tags=["nystrom_models", config.model_type]
-        ),
-        template_path=str(CARDS / "template.md"),
+    recipes = sorted((CONFIGS / "recipes").glob("*.args"))
+    results = results_of(name)
+    source = json.loads(RESULTS.read_text(encoding="utf-8"))
+    versions = ", ".join(f"{package} {version}" for package, version in source["versions"].items())
+    content = configuration_card(
+        AutoConfig.from_pretrained(CONFIGS / f"{name}.json"),
         name=name,
-        summary=_summary(config),
-        facts=_facts(config),
-        operations=_operations(config),
+        file=f"configs/{name}.json",
         recipes=[
-            path.name
-            for path in sorted((CONFIGS / "recipes").glob("*.args"))
-            if f"{name}.json" in path.read_text(encoding="utf-8")
+            f"configs/recipes/{path.name}" for path in recipes if f"{name}.json" in path.read_text(encoding="utf-8")
         ],
-        results=_results(name, comparison["results"]),
-        columns=[column for column, _, _ in COLUMNS],
-        created=comparison["created"],
-        machine=comparison["machine"],
-        versions=", ".join(f"{package} {version}" for package, version in comparison["versions"].items()),
-        source=RESULTS.relative_to(ROOT).as_posix(),
-        limits=limits_of(config),
-        paper=PAPERS[config.model_type],
+        results=results,
+        measured=[
+            f"Data, commands, and how to read it: the repository's {source['commands']}.",
+            f"Source: `{RESULTS.relative_to(ROOT).as_posix()}`, {source['created']}.",
+            f"Machine: {source['machine']}.",
+            f"Versions: {versions}.",
+        ]
+        if results
+        else [],
     )
     return str(content).rstrip() + "\n"
 

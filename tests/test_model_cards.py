@@ -5,8 +5,11 @@ import json
 import re
 
 import pytest
+from huggingface_hub import ModelCard
 
 import model_cards.__main__ as cards
+from nystrom_models import NystromformerConfig
+from nystrom_models.training.configuration_card import configuration_card
 
 
 def test_every_configuration_has_a_card_and_all_are_up_to_date(capsys):
@@ -40,11 +43,23 @@ def test_the_snippet_gives_the_parameters_that_the_table_says(name, monkeypatch,
     assert f"| Parameters, with the MLM and SOP heads | {capsys.readouterr().out.strip()}, of which" in text
 
 
-def test_every_reported_run_is_on_the_card_of_its_configuration():
+def test_every_reported_run_is_on_the_card_of_its_configuration_and_in_the_metadata():
     runs = json.loads(cards.RESULTS.read_text(encoding="utf-8"))["results"]
     assert set(runs) == set(cards.ARMS)
     readme = (cards.ROOT / "README.md").read_text(encoding="utf-8")
-    for name, _ in cards.ARMS.values():
+    for arm, (name, _) in cards.ARMS.items():
         text = (cards.CARDS / f"{name}.md").read_text(encoding="utf-8")
-        for _, cells in cards._results(name, runs):
-            assert " | ".join(cells) in text and " | ".join(cells) in readme
+        scores = runs[arm]["sst2"]["accuracy"]
+        cell = f"| {100 * scores['mean']:.1f} ± {100 * scores['std']:.1f} |"
+        assert cell in text and cell in readme
+    card = ModelCard.load(cards.CARDS / "nystromformer" / "tiny-256.md")
+    assert card.data.pipeline_tag == "fill-mask" and card.data.tags == ["nystrom_models", "nystromformer"]
+    found = {result.dataset_name: result.metric_value for result in card.data.eval_results}
+    assert found["SST-2"] == round(runs["nystrom"]["sst2"]["accuracy"]["mean"], 6) and len(found) == len(cards.COLUMNS)
+
+
+def test_rows_of_results_with_other_columns_are_refused():
+    results = cards.results_of("nystromformer/tiny-256")
+    results[1] = (results[1][0], results[1][1][:-1])
+    with pytest.raises(ValueError, match="same columns"):
+        configuration_card(NystromformerConfig(), name="x", file="x.json", results=results)
