@@ -20,6 +20,7 @@ from nystrom_models.training import (
     save_pretrained,
     train,
 )
+from nystrom_models.training.loop import TrainingLoop
 from tests.training.models import tiny_model
 
 STEPS, EVERY = 14, 4
@@ -65,6 +66,16 @@ def objective_that(stop, rank, data):
         checkpoints._sync = stopping_sync
     if stop in ("term", "int", "usr1"):
         return StoppingObjective({"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}[stop], 7)
+    if stop == "term-late":
+        # After the processes have agreed on what to do, and before they do it.
+        log = TrainingLoop.log
+
+        def signalled_log(loop):
+            log(loop)
+            if loop.state.step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        TrainingLoop.log = signalled_log
     if stop == "term-other" and rank == 1:
         return StoppingObjective(signal.SIGTERM, 7)
     return PretrainingObjective()

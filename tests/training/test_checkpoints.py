@@ -80,6 +80,7 @@ CASES = [
     (Run(num_workers=2), "int", 7),
     (Run(data="tokens"), "kill-in-a-step", 8),
     (Run(num_processes=2), "kill-in-a-step", 8),
+    (Run(num_processes=2), "term-late", 6),
     (Run(data="stream1"), "kill-in-a-step", 8),
     (Run(data="stream5", num_workers=1), "term", 7),
     (Run(data="stream1", num_processes=2), "term-other", 7),

@@ -269,23 +269,9 @@ def pretrain(
         args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
     )
     config = _config(args, tokenizer)
-    longest = config.max_position_embeddings
-    if args.max_length is None:
-        args = replace(args, max_length=longest)
-    elif args.max_length > longest:
-        raise ValueError(
-            f"--max_length {args.max_length} is more than the {longest} tokens that the model takes: lower it, or "
-            f"give --config_overrides max_position_embeddings={args.max_length}."
-        )
-    tokenizer.model_max_length = longest
-    with accelerator.main_process_first():
-        held_out = eval_dataloader(
-            _rows(args, documents["validation"], tokenizer, "validation"),
-            # The same in every evaluation of every run, whatever is masked in training.
-            args.collator(tokenizer, EVAL_MLM_PROBABILITY),
-            optimization.per_device_eval_batch_size,
-            **args.loader_options(),
-        )
+    args = _with_max_length(args, config)
+    tokenizer.model_max_length = config.max_position_embeddings
+    held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
     def scores(model: nn.Module) -> dict[str, float]:
         return held_out_scores(accelerator, model, held_out)
@@ -297,8 +283,7 @@ def pretrain(
     if args.model_name_or_path is not None:
         identity["model"] = weights_digest(args.model_name_or_path, config)
     if not args.do_train:
-        prepared = accelerator.prepare(model)
-        results: dict[str, dict[str, Any]] = {"validation": scores(prepared)}
+        results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
         finish_run(accelerator, None, results, (args, optimization), identity, {})
         return results
 
@@ -309,48 +294,63 @@ def pretrain(
     with accelerator.main_process_first():
         loader, share, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
     accelerator.print(_check_order(args, share))
-    goal = args.goal("mlm_loss")
+    settings["the training data"] = identity["train"]
+    goal, objective = args.goal("mlm_loss"), PretrainingObjective()
     start_trackers(accelerator, args, optimization)
     state = train_model(
-        accelerator,
-        model,
-        PretrainingObjective(),
-        loader,
-        args,
-        optimization,
-        scores,
-        goal,
-        "Pretraining",
-        save_model,
-        {"the training data": identity["train"], **settings},
+        accelerator, model, objective, loader, args, optimization, scores, goal, "Pretraining", save_model, settings
     )
-    results = {"train": state.figures()}
     if state.interrupted:
-        return results
-    results["validation"] = final_scores(accelerator, state, args, scores, goal, save_model)
-    results["train"] = state.figures()
-    finish_run(
-        accelerator,
-        state,
-        results,
-        (args, optimization),
-        identity,
-        metrics={name: value for name, value in results["validation"].items() if not name.endswith("_loss")},
-        data=_data(args, documents),
-        base_model=args.model_name_or_path,
-        dataset_name=args.hub_dataset()[0],
-        dataset_config_name=args.hub_dataset()[1],
-    )
+        return {"train": state.figures()}
+    validation = final_scores(accelerator, state, args, scores, goal, save_model)
+    results = {"train": state.figures(), "validation": validation}
+    reported = {name: value for name, value in validation.items() if not name.endswith("_loss")}
+    finish_run(accelerator, state, results, (args, optimization), identity, reported, **_card(args, documents))
     return results
 
 
-def _data(args: PretrainingArguments, documents: Mapping[str, Dataset | IterableDataset]) -> str:
-    """What the model card says of the data."""
+def _with_max_length(args: PretrainingArguments, config: BaseConfig) -> PretrainingArguments:
+    """The arguments with a length that the model takes."""
+    longest = config.max_position_embeddings
+    if args.max_length is None:
+        return replace(args, max_length=longest)
+    if args.max_length > longest:
+        raise ValueError(
+            f"--max_length {args.max_length} is more than the {longest} tokens that the model takes: lower it, or "
+            f"give --config_overrides max_position_embeddings={args.max_length}."
+        )
+    return args
+
+
+def _held_out_loader(
+    accelerator: Accelerator,
+    args: PretrainingArguments,
+    optimization: OptimizationArguments,
+    documents: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+) -> DataLoader:
+    """The rows to evaluate on: masked in the same way in every evaluation of every run, whatever is masked in
+    training."""
+    collator = args.collator(tokenizer, EVAL_MLM_PROBABILITY)
+    with accelerator.main_process_first():
+        rows = _rows(args, documents, tokenizer, "validation")
+        return eval_dataloader(rows, collator, optimization.per_device_eval_batch_size, **args.loader_options())
+
+
+def _card(args: PretrainingArguments, documents: Mapping[str, Dataset | IterableDataset]) -> dict[str, Any]:
+    """What the model card says of the data and of the model that the run began from."""
     train = documents["train"]
     number = f"{len(train):,} documents" if isinstance(train, Dataset) else "a stream of documents"
-    return (
+    data = (
         f"Pretrained on {number} of {args.data_source()}, with masked tokens"
         f"{' and sentence order' if args.sentence_order else ''}; evaluated on "
         f"{len(documents['validation']):,} documents that were held out, of whose tokens "
         f"{EVAL_MLM_PROBABILITY:.0%} are masked."
     )
+    name, config = args.hub_dataset()
+    return {
+        "data": data,
+        "base_model": args.model_name_or_path,
+        "dataset_name": name,
+        "dataset_config_name": config,
+    }
