@@ -49,6 +49,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds after which a slow contender sits out further rounds, at the earliest after three (default: 20)",
     )
     run.add_argument("--no_memory", action="store_true", help="do not measure peak memory")
+    run.add_argument(
+        "--one_process",
+        action="store_true",
+        help="run all contenders in this process: it starts faster, but each waits for memory as the others left it",
+    )
     run.add_argument("--output", help="JSON file for the results")
     run.add_argument("--plot", help="image file for a plot of the results (needs matplotlib)")
     add_sizes(run)
@@ -157,6 +162,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
         "schema_version": SCHEMA_VERSION,
         "command": shlex.join(["python", "-m", "benchmarks", *argv]),
         **circumstances(arguments),
+        "apart": not arguments.one_process,
         "results": [],
     }
     for workload in workloads:
@@ -170,6 +176,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
                 max_seconds=arguments.max_seconds,
                 memory=not arguments.no_memory,
                 ceilings=results["ceilings"],
+                apart=results["apart"],
                 report=progress,
             )
             results["results"] += [{**row, "setting": describe_setting(setting)} for row in rows]
