@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m benchmarks {list,run,table,plot,kernels,capabilities}`."""
+"""Command line: `python -m benchmarks {list,run,table,plot,kernels,collators,capabilities}`."""
 
 import argparse
 import dataclasses
@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import (  # noqa: F401  (they register)
     capabilities,
+    collators,
     environment,
     kernels,
     linformer,
@@ -62,6 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
     alone.add_argument("--sweep", action="store_true", help="also find the fastest way to launch each (minutes)")
     add_sizes(alone)
     alone.set_defaults(device="cuda", dtype="bfloat16")
+
+    batches = commands.add_parser("collators", help="time how batches for pretraining are made (CPU, under a minute)")
+    batches.add_argument("--batch_size", type=int, default=32, help="rows (default: 32)")
+    batches.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="tokens of a row")
 
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
@@ -241,7 +246,10 @@ def main(argv: list[str] | None = None) -> int:
         return run(parser, arguments, argv)
     if arguments.command == "kernels":
         return time_kernels(parser, arguments)
-    if arguments.command == "list":
+    if arguments.command == "collators":
+        for length in arguments.lengths:
+            print(collators.table(arguments.batch_size, length), end="\n\n")
+    elif arguments.command == "list":
         list_workloads()
     elif arguments.command == "table":
         results = read(arguments.file)

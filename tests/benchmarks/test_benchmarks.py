@@ -2,6 +2,7 @@
 import copy
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -347,3 +348,11 @@ def test_list_names_every_workload_and_contender(capsys):
     words = capsys.readouterr().out.replace(":", " ").split()
     for workload in WORKLOADS.values():
         assert workload.name in words and set(workload.contenders) <= set(words)
+
+
+def test_collators_are_timed(capsys):
+    cli.main(["collators", "--batch_size", "2", "--lengths", "32"])
+    printed = capsys.readouterr().out
+    assert "2 rows of 32 tokens" in printed
+    rows = dict(re.findall(r"^(\S.*?)  +[\d.]+ +([\d,]+)$", printed, re.MULTILINE))
+    assert list(rows) == ["ours: MLM + SOP", "Transformers: MLM", "Transformers: MLM, NumPy"]

@@ -34,6 +34,7 @@ class Run:
     data: str = "rows"  # rows, tokens, or a stream of so many files: stream1, stream2, ...
     num_processes: int = 1
     num_workers: int = 0
+    dropout: float = 0.1
 
 
 class StoppingObjective(PretrainingObjective):
@@ -103,7 +104,9 @@ def main(run, data, folder, stop="", resume=None):
     """Trains, and leaves the history and the final model in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(data)
     accelerator = create_accelerator()
-    model = tiny_model(run.family, tokenizer, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    model = tiny_model(
+        run.family, tokenizer, hidden_dropout_prob=run.dropout, attention_probs_dropout_prob=run.dropout
+    )
     state = train(
         accelerator,
         model,

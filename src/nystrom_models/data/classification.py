@@ -21,7 +21,7 @@ class TextTask:
     label_column: str = "label"
     label_names: tuple[str, ...] | None = None  # in the order of their ids; None: those of the training set
     regression: bool = False  # the label is a number
-    multi_label: bool = False  # the label is a list of classes, or a text in which `label_delimiter` parts them
+    multi_label: bool = False  # the label is a list of classes, or a text of them with `label_delimiter` between
     label_delimiter: str = ","
     metric: str = "classification"  # configuration of the metric module
     best_metric: str = "accuracy"  # what says which of several models is better
@@ -71,8 +71,10 @@ def _unique_labels(dataset: Dataset, column: str, delimiter: str | None) -> Iter
 
 
 def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = None) -> dict[Hashable, int]:
-    """Class ids by label: in the order of the column's `ClassLabel`, else sorted. With a `delimiter`, of rows with
-    several labels each, in a list or in a text that it parts."""
+    """Class ids by label: in the order of the column's `ClassLabel`, else sorted.
+
+    With a `delimiter`, rows have several labels each: a list, or a text that is split at it.
+    """
     feature = _label_feature(dataset, label_column)
     if isinstance(feature, ClassLabel):
         labels = feature.names
@@ -121,7 +123,7 @@ def classification_dataset(
         label_names: the classes in the order of their ids, or ids by label; the labels are ids if not given.
         regression: the label is a number.
         truncation_strategy: what is kept of a text that is too long: its `"head"`, its `"tail"`, or half of each.
-        label_delimiter: a row has several labels: a list, or a text that this parts. Needs `label_names`.
+        label_delimiter: a row has several labels: a list, or a text that is split at this. Needs `label_names`.
         num_proc: processes of `datasets.Dataset.map`.
         load_from_cache_file: whether its cached result is used.
         desc: text beside the progress bar.

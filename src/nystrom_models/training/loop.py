@@ -61,7 +61,7 @@ class TrainingState:
     history: list[dict[str, float]] = field(default_factory=list)
     best: Best = field(default_factory=Best)
     interrupted: bool = False  # by a signal, before its last step
-    stopped_early: bool = False  # for want of better evaluations
+    stopped_early: bool = False  # because evaluations no longer improved
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,7 +82,7 @@ def steps_per_epoch(loader: TrainingLoader, num_processes: int = 1) -> int:
     """Optimizer steps, rounded up, of one pass over the data.
 
     Raises:
-        ValueError: if it is a stream, whose length nobody knows.
+        ValueError: if it is a stream, whose length is unknown.
     """
     return max(1, math.ceil(loader.steps_per_epoch(num_processes)))
 
@@ -130,7 +130,7 @@ class TrainingLoop:
         if accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"The accelerator accumulates over {accelerator.gradient_accumulation_steps} micro-batches, which is "
-                "for --gradient_accumulation_steps alone to say: make it with create_accelerator()."
+                "set by --gradient_accumulation_steps: make the accelerator with create_accelerator()."
             )
         self.accelerator, self.objective, self.loader, self.args = accelerator, objective, loader, args
         self.seed, self.logging_steps, self.checkpoints = seed, logging_steps, checkpoints
@@ -318,7 +318,7 @@ class TrainingLoop:
         self.state.num_tokens = int(self.accelerator.reduce(self.num_tokens, "sum"))
 
     def evaluate(self) -> None:
-        """Evaluates where it is due, but for the end, which is for the caller, once the model is saved."""
+        """Evaluates where it is due, except after the last step: then the caller does, once the model is saved."""
         state, evaluation = self.state, self.evaluation
         if evaluation is None or not self.eval_every or state.step % self.eval_every or state.step == self.total_steps:
             return
