@@ -168,7 +168,7 @@ def test_it_is_faster_than_the_collator_of_transformers():
     """As `python -m benchmarks collators` measures it: 2.5 times as fast as their fastest form. What other processes
     disturb least is the shortest of several interleaved rounds."""
     makers = batch_makers(batch_size=32, length=512)
-    seconds = {name: math.inf for name in makers}
+    seconds = dict.fromkeys(makers, math.inf)
     for _ in range(12):
         for name, make in makers.items():
             start = time.perf_counter()
