@@ -54,7 +54,7 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
     )
     if sharding and accelerator.distributed_type not in sharding:
         raise RuntimeError(
-            f"{sharding[0].value} was asked for, but Accelerate would train without it: it shards on GPUs alone, in "
+            f"{sharding[0].value} was asked for, but Accelerate would train without it: it shards only on GPUs, in "
             "processes that torchrun or `accelerate launch` started. Take another file of configs/accelerate/."
         )
     if size != accelerator.num_processes and (size > 1 or accelerator.num_processes > 1):
