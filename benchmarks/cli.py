@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m benchmarks {list,run,table,plot,kernels,capabilities}`."""
+"""Command line: `python -m benchmarks {list,run,table,plot,kernels,collators,capabilities}`."""
 
 import argparse
 import dataclasses
@@ -14,6 +14,8 @@ import torch
 
 from benchmarks import (  # noqa: F401  (they register)
     capabilities,
+    compiled_kernels,
+    collators,
     environment,
     kernels,
     linformer,
@@ -49,14 +51,51 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds after which a slow contender sits out further rounds, at the earliest after three (default: 20)",
     )
     run.add_argument("--no_memory", action="store_true", help="do not measure peak memory")
+    run.add_argument(
+        "--one_process",
+        action="store_true",
+        help="run all contenders in this process: it starts faster, but each waits for memory as the others left it",
+    )
     run.add_argument("--output", help="JSON file for the results")
     run.add_argument("--plot", help="image file for a plot of the results (needs matplotlib)")
     add_sizes(run)
 
     alone = commands.add_parser("kernels", help="time the Triton kernels one by one (GPU), and ways to launch them")
     alone.add_argument("--sweep", action="store_true", help="also find the fastest way to launch each (minutes)")
+    alone.add_argument(
+        "--compiled",
+        action="store_true",
+        help="instead print what they compile to, without a GPU: registers, shared memory, spills, barriers (minutes)",
+    )
+    alone.add_argument(
+        "--capabilities",
+        type=int,
+        nargs="+",
+        choices=compiled_kernels.SHARED_MEMORY,
+        default=list(compiled_kernels.SHARED_MEMORY),
+        help="with --compiled: compute capabilities times ten (default: all)",
+    )
+    cases = {case.name: case for case in compiled_kernels.CASES}
+    alone.add_argument(
+        "--cases",
+        nargs="+",
+        choices=cases,
+        default=list(cases),
+        help="with --compiled: dtypes and sizes (default: all)",
+    )
+    alone.add_argument(
+        "--options",
+        nargs="+",
+        choices=compiled_kernels.OPTIONS,
+        default=list(compiled_kernels.OPTIONS),
+        help="with --compiled: with or without mask and dropout (default: both)",
+    )
     add_sizes(alone)
     alone.set_defaults(device="cuda", dtype="bfloat16")
+
+    batches = commands.add_parser("collators", help="time how batches for pretraining are made (CPU, under a minute)")
+    batches.add_argument("--batch_size", type=int, default=32, help="rows (default: 32)")
+    batches.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="tokens of a row")
 
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
@@ -157,6 +196,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
         "schema_version": SCHEMA_VERSION,
         "command": shlex.join(["python", "-m", "benchmarks", *argv]),
         **circumstances(arguments),
+        "apart": not arguments.one_process,
         "results": [],
     }
     for workload in workloads:
@@ -170,6 +210,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
                 max_seconds=arguments.max_seconds,
                 memory=not arguments.no_memory,
                 ceilings=results["ceilings"],
+                apart=results["apart"],
                 report=progress,
             )
             results["results"] += [{**row, "setting": describe_setting(setting)} for row in rows]
@@ -180,6 +221,21 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
         report.plot(results, arguments.plot)
     wrong = [row for row in results["results"] if row["status"] == "wrong" and row["ours"]]
     return 1 if wrong else 0
+
+
+def compile_kernels(arguments: argparse.Namespace) -> int:
+    """Prints the table; 1 if something does not fit."""
+    versions = environment.versions()
+    commit = environment.commit()
+    print(f"Triton {versions['triton']}, commit {commit['commit']}" + ", modified" * bool(commit["modified"]))
+    print("\nregisters a thread / KiB of shared memory / bytes a thread spills / barriers\n")
+    cases = [case for case in compiled_kernels.CASES if case.name in arguments.cases]
+    rows = compiled_kernels.measure(arguments.capabilities, cases, arguments.options, progress)
+    print(compiled_kernels.table(arguments.capabilities, rows))
+    faults = compiled_kernels.faults(rows)
+    for fault in faults:
+        print(f"\n{fault}")
+    return 1 if faults else 0
 
 
 def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -232,9 +288,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.command == "run":
         return run(parser, arguments, argv)
+    if arguments.command == "kernels" and arguments.compiled:
+        return compile_kernels(arguments)
     if arguments.command == "kernels":
         return time_kernels(parser, arguments)
-    if arguments.command == "list":
+    if arguments.command == "collators":
+        for length in arguments.lengths:
+            print(collators.table(arguments.batch_size, length), end="\n\n")
+    elif arguments.command == "list":
         list_workloads()
     elif arguments.command == "table":
         results = read(arguments.file)

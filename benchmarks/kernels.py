@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels one by one: how long each takes, how close that is to the memory's limit, and whether another way
-to launch it is faster."""
+"""The Triton kernels one by one: how long each takes on the device, how close that is to the memory's limit, what
+masked rows and dropout cost, and whether another way to launch it is faster."""
 
 import contextlib
 import itertools
@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from benchmarks.exact import split_heads
@@ -17,56 +18,106 @@ from benchmarks.registry import WORKLOADS, Setting
 
 BLOCKS, WARPS, STAGES, RESIDENT = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4), (1, 2, 3, 4, 6)
 SAMPLES = 5
+DROPOUT = 0.1
 
 
 class Kernel(NamedTuple):
     """call: one launch, or the launches that belong together. sequences: how many tensors (B, N, H·D) it must read or
-    write, each once."""
+    write, each once. plan: of a stage that goes through the tokens, its effective launch."""
 
     call: Callable[[], Any]
     sequences: int
+    plan: Callable[[], tuple[int, dict[str, int]]] | None = None
 
 
-def prepare(setting: Setting) -> dict[str, Kernel]:
-    """Every kernel of a forward and a backward pass, and the two passes, on the inputs of `nystrom-conv`."""
+def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
+    """Every kernel of a forward and a backward pass, and the two passes, on the inputs of `nystrom-conv`.
+
+    ragged: of rows of n / 2 to n tokens, with attention dropout.
+    """
     # Triton is only where its kernels are.
-    from nystrom_models.kernels import attention, landmark_attention, landmarks, pseudo_inverse, token_attention
+    from nystrom_models.kernels.nystrom import (
+        attention,
+        convolution,
+        landmark_attention,
+        landmarks,
+        launches,
+        pseudo_inverse,
+        token_attention,
+    )
+    from nystrom_models.kernels.nystrom.rows import Rows
+    from nystrom_models.models.attention_nystrom import landmark_segments
 
     inputs = prepare_inputs(WORKLOADS["nystrom-conv"], setting)
     query, key, value = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
+    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     taps, count, steps = inputs["conv_weight"], setting.num_landmarks, 6
-    forward = (query, key, value, taps, None, None, count, steps, 0.0)
-    context, query_landmarks, key_landmarks, inverse, seen, lse, values = attention.run_forward(*forward)
+    rows, seed, dropout_p = None, None, 0.0
+    if ragged:
+        lengths = torch.linspace(setting.length / 2, setting.length, setting.batch_size, device=setting.device)
+        mask = torch.arange(setting.length, device=setting.device) < lengths[:, None]
+        rows, dropout_p = Rows.of(mask, landmark_segments(mask, count)), DROPOUT
+        seed = torch.tensor([setting.seed], device=setting.device)
+    forward = (query, key, value, taps, seed, list(rows or ()), count, steps, dropout_p)
+    context, q_landmarks, k_landmarks, seen, lse, w = attention.forward(*forward)
     incoming = gradient_like(context, setting.seed)
-    query_grad, key_landmarks_grad, values_grad = token_attention.run_backward(query, key_landmarks, values, incoming)
-    value_grad, _ = token_attention.run_convolution_backward(value, taps, incoming, count)
-    seen_grad, inverse_grad = inverse.mT @ values_grad, values_grad @ seen.mT
-    saved = (query_landmarks, key_landmarks, inverse, seen, lse, values)
+    do = incoming.transpose(1, 2).contiguous()
+    dropout = (rows, seed, dropout_p)
+    dq, dk_landmarks, dw = token_attention.token_attention_backward(q, k_landmarks, w, do, *dropout)
+    dv, _ = convolution.convolution_backward(v, taps, do, count, rows)
+    dq_landmarks, dk_landmarks, dseen = pseudo_inverse.pseudo_inverse_backward(
+        q_landmarks, k_landmarks, seen, dw, dk_landmarks, steps, rows
+    )
+    partial, *_ = landmark_attention.landmark_attention_backward(
+        q_landmarks, k, v, seen, lse, dseen, dk_landmarks, dv, rows
+    )
+    saved = (q_landmarks, k_landmarks, seen, lse, w)
+
+    def plan(stage: str, taps: int = 0) -> Callable[[], tuple[int, dict[str, int]]]:
+        return lambda: launches.plan_launch(stage, q, count, taps)
+
+    width = taps.shape[2]
     return {
-        "landmarks": Kernel(lambda: landmarks.run_forward(query, count), 1),
-        "landmark_attention": Kernel(lambda: landmark_attention.run_forward(query_landmarks, key, value), 2),
-        "pseudo_inverse": Kernel(lambda: pseudo_inverse.run_forward(query_landmarks, key_landmarks, seen, steps), 0),
-        "token_attention": Kernel(lambda: token_attention.run_forward(query, key_landmarks, values, value, taps), 3),
-        "forward": Kernel(lambda: attention.run_forward(*forward), 4),
-        "token_attention_backward": Kernel(
-            lambda: token_attention.run_backward(query, key_landmarks, values, incoming), 3
+        "landmarks_fwd": Kernel(lambda: landmarks.landmarks_forward(q, count, rows), 1),
+        "landmark_attention_fwd": Kernel(
+            lambda: landmark_attention.landmark_attention_forward(q_landmarks, k, v, rows),
+            2,
+            plan("landmark_attention_fwd"),
         ),
-        "convolution_backward": Kernel(
-            lambda: token_attention.run_convolution_backward(value, taps, incoming, count), 3
+        "pseudo_inverse_fwd": Kernel(
+            lambda: pseudo_inverse.pseudo_inverse_forward(q_landmarks, k_landmarks, seen, steps, rows), 0
         ),
-        "pseudo_inverse_backward": Kernel(
-            lambda: pseudo_inverse.run_backward(query_landmarks, key_landmarks, inverse_grad, steps), 0
+        "token_attention_fwd": Kernel(
+            lambda: token_attention.token_attention_forward(q, k_landmarks, w, v, taps, *dropout),
+            3,
+            plan("token_attention_fwd", width),
         ),
-        "landmark_attention_backward": Kernel(
-            lambda: landmark_attention.run_backward(
-                query_landmarks, key, value, seen, lse, seen_grad, key_landmarks_grad, value_grad
+        "forward": Kernel(lambda: attention.forward(*forward), 4),
+        "token_attention_bwd": Kernel(
+            lambda: token_attention.token_attention_backward(q, k_landmarks, w, do, *dropout),
+            3,
+            plan("token_attention_bwd"),
+        ),
+        "convolution_bwd": Kernel(
+            lambda: convolution.convolution_backward(v, taps, do, count, rows), 3, plan("convolution_bwd", width)
+        ),
+        "pseudo_inverse_bwd": Kernel(
+            lambda: pseudo_inverse.pseudo_inverse_backward(
+                q_landmarks, k_landmarks, seen, dw, dk_landmarks, steps, rows
+            ),
+            0,
+        ),
+        "landmark_attention_bwd": Kernel(
+            lambda: landmark_attention.landmark_attention_backward(
+                q_landmarks, k, v, seen, lse, dseen, dk_landmarks, dv, rows
             ),
             5,
+            plan("landmark_attention_bwd"),
         ),
-        "landmarks_backward": Kernel(lambda: landmarks.add_gradient(query_grad, key_landmarks_grad), 2),
+        "landmarks_bwd": Kernel(lambda: landmarks.landmarks_backward(dq, dq_landmarks, partial, rows), 2),
         "backward": Kernel(
-            lambda: attention.run_backward(
-                incoming, query, key, value, taps, None, None, *saved, pinv_iterations=steps, dropout_p=0.0
+            lambda: attention.backward(
+                incoming, query, key, value, taps, seed, list(rows or ()), *saved, steps, dropout_p, True
             ),
             7,
         ),
@@ -74,75 +125,86 @@ def prepare(setting: Setting) -> dict[str, Kernel]:
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
-    """Median of a few samples, after calls that compile and warm up."""
+    """Median time of a call on the device, without the host's: of the replays of a CUDA graph of many calls."""
+    if device == "cuda":
+        from triton.testing import do_bench_cudagraph
+
+        call()  # compiles
+        return do_bench_cudagraph(call, return_mode="median") / 1e3
     samples = interleave({"": call}, repeats=SAMPLES, max_seconds=math.inf, device=device)[""]
     return statistics.median(sample for sample in samples if sample is not None)
 
 
-@contextlib.contextmanager
-def launched(kernel: str, place: int, launch: Any) -> Iterator[None]:
-    from nystrom_models.kernels.launch import LAUNCHES
+def describe_plan(plan: tuple[int, dict[str, int]]) -> str:
+    parts, sizes = plan
+    return f"{sizes['BLOCK_N']}, {sizes['num_warps']}, {sizes['num_stages']}, {parts}"
 
-    before = LAUNCHES[kernel]
-    LAUNCHES[kernel] = (*before[:place], launch, *before[place + 1 :])
+
+@contextlib.contextmanager
+def launched(stage: str, place: int, launch: Any) -> Iterator[None]:
+    from nystrom_models.kernels.nystrom.launches import LAUNCHES
+
+    before = LAUNCHES[stage]
+    LAUNCHES[stage] = (*before[:place], launch, *before[place + 1 :])
     try:
         yield
     finally:
-        LAUNCHES[kernel] = before
+        LAUNCHES[stage] = before
 
 
-def sweep(kernel: str, call: Callable[[], Any], place: int, setting: Setting) -> dict[Any, float]:
-    """Seconds a call by `Launch`, of those that fit: first by block, warps and stages, then by parts of the best.
+def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str, float]:
+    """Seconds a call by effective launch, of those that fit: first by block, warps and stages, then by parts of the
+    best. One whose first result differs from that of the launch in use is left out."""
+    from nystrom_models.kernels.nystrom.launches import LAUNCHES, Launch
 
-    One whose first result differs from that of the launch in use is left out.
-    """
-    from nystrom_models.kernels.launch import LAUNCHES, Launch
-
-    current = LAUNCHES[kernel][place]
-    found: dict[Any, float] = {}
+    current = LAUNCHES[stage][place]
+    found: dict[str, float] = {}
+    fastest: dict[Any, float] = {}
 
     def result() -> Tensor:
-        output = call()
+        output = kernel.call()
         return (output[0] if isinstance(output, tuple) else output).double()
 
     expected = result()
 
     def measure(launch: Any) -> None:
-        if launch in found:
-            return
-        with launched(kernel, place, launch), contextlib.suppress(Exception):  # more than fits, in words of its own
-            if deviation(result(), expected) <= GRADIENT_FACTOR * TOLERANCES[setting.dtype]:
-                found[launch] = seconds(call, setting.device)
+        with launched(stage, place, launch), contextlib.suppress(Exception):  # more than fits, in words of its own
+            name = describe_plan(kernel.plan())
+            if name not in found and deviation(result(), expected) <= GRADIENT_FACTOR * TOLERANCES[setting.dtype]:
+                found[name] = fastest[launch] = seconds(kernel.call, setting.device)
 
     measure(current)
     for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
         measure(Launch(block, warps, stages, current.resident))
     for resident in RESIDENT:
-        measure(min(found, key=found.__getitem__)._replace(resident=resident))
+        measure(min(fastest, key=fastest.__getitem__)._replace(resident=resident))
     return found
 
 
 def table(setting: Setting, ceilings: dict[str, float], with_sweep: bool, report: Callable[[str], None]) -> str:
     """A Markdown table of the kernels in one setting; with_sweep: also the fastest way found to launch each."""
-    from nystrom_models.kernels.launch import LAUNCHES, launch_place
+    from nystrom_models.kernels.nystrom.launches import LAUNCHES, launch_place
 
-    place = launch_place(setting.dtype, setting.num_landmarks, setting.head_dim)
     sequence = setting.batch_size * setting.length * setting.hidden_size * setting.dtype.itemsize
-    heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, resident"]
-    lines = [heading + ["fastest found", "us"] * with_sweep]
+    heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, parts"]
+    lines = [heading + ["fastest found", "us"] * with_sweep + ["us ragged, dropout"]]
+    ragged = prepare(setting, ragged=True)
     for name, kernel in prepare(setting).items():
         report(f"kernels n={setting.length}: {name}")
         taken = seconds(kernel.call, setting.device)
         rate = kernel.sequences * sequence / taken
         share = f"{100 * rate / ceilings['bytes_per_second']:.0f}" if kernel.sequences else ""
-        launch = LAUNCHES[name][place] if name in LAUNCHES else None
         line = [name, f"{1e6 * taken:.1f}", str(kernel.sequences), f"{rate / 1e9:.0f}", share]
-        line.append(", ".join(map(str, launch or ())))
+        line.append(describe_plan(kernel.plan()) if kernel.plan else "")
         if with_sweep:
-            found = sweep(name, kernel.call, place, setting) if launch else {}
-            best = min(found, key=found.__getitem__) if found else ()
-            line += [", ".join(map(str, best)), f"{1e6 * found[best]:.1f}" if found else ""]
+            found = {}
+            if name in LAUNCHES:
+                place = launch_place(name, setting.dtype, setting.num_landmarks, setting.head_dim)
+                found = sweep(name, kernel, place, setting)
+            best = min(found, key=found.__getitem__) if found else ""
+            line += [best, f"{1e6 * found[best]:.1f}" if found else ""]
+        line.append(f"{1e6 * seconds(ragged[name].call, setting.device):.1f}")
         lines.append(line)
     rows = [f"| {' | '.join(line)} |" for line in lines]
-    rows.insert(1, "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep)
+    rows.insert(1, "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep + " ---: |")
     return "\n".join(rows)

@@ -12,7 +12,7 @@ from benchmarks.registry import WORKLOADS, Setting
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTING = Setting(20, num_heads=1, head_dim=8, num_landmarks=4, conv_kernel_size=3, device=DEVICE)
+SETTING = Setting(20, batch_size=2, num_heads=1, head_dim=8, num_landmarks=4, conv_kernel_size=3, device=DEVICE)
 CEILINGS = {"bytes_per_second": 1e9, "operations_per_second": 1e9}
 
 
@@ -25,37 +25,54 @@ def once(monkeypatch):
 def test_every_kernel_is_timed():
     text = kernels.table(SETTING, CEILINGS, False, lambda line: None)
     rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in text.splitlines()}
-    from nystrom_models.kernels.launch import LAUNCHES
+    from nystrom_models.kernels.nystrom.launches import LAUNCHES
 
-    assert set(LAUNCHES) < set(rows) and {"forward", "backward", "pseudo_inverse"} < set(rows)
+    assert set(LAUNCHES) < set(rows) and {"forward", "backward", "pseudo_inverse_fwd"} < set(rows)
     for name, row in rows.items():
         if name not in ("kernel", "---"):
             assert float(row[1]) > 0 and (row[2] == "0" or float(row[3]) >= 0)
-            assert bool(row[5].strip(" |")) == (name in LAUNCHES)
+            assert bool(row[5].strip()) == (name in LAUNCHES)
+            assert float(row[6].strip("| ")) > 0
     context = kernels.prepare(SETTING)["forward"].call()[0].transpose(1, 2).flatten(2)
     expected = reference(SETTING, prepare_inputs(WORKLOADS["nystrom-conv"], SETTING))
     assert deviation(context, expected) < 2e-5
 
 
-def test_the_sweep_finds_the_fastest_that_computes_the_same(monkeypatch):
-    from nystrom_models.kernels import launch
+def test_ragged_rows_and_dropout_are_what_is_timed():
+    """Shorter rows end in zeros, and weights of the others are dropped."""
+    plain, ragged = (kernels.prepare(SETTING, ragged)["forward"].call()[0] for ragged in (False, True))
+    assert not ragged[0, :, SETTING.length // 2 :].any()
+    assert torch.isfinite(ragged).all() and not torch.equal(ragged[1], plain[1])
 
-    place = launch.launch_place(SETTING.dtype, SETTING.num_landmarks, SETTING.head_dim)
-    before = launch.LAUNCHES["token_attention"]
-    current = lambda: launch.LAUNCHES["token_attention"][place]  # noqa: E731
+
+def test_the_sweep_finds_the_fastest_that_computes_the_same(monkeypatch):
+    from nystrom_models.kernels.nystrom import launches
+
+    place = launches.launch_place("token_attention_fwd", SETTING.dtype, SETTING.num_landmarks, SETTING.head_dim)
+    before = launches.LAUNCHES["token_attention_fwd"]
+    current = lambda: launches.LAUNCHES["token_attention_fwd"][place]  # noqa: E731
 
     def call():
         if current().stages == 3:
             raise RuntimeError("out of resource: shared memory")
         return torch.ones(2) * (2.0 if current().block == 128 else 1.0), None
 
-    cost = {16: 4.0, 32: 1.0, 64: 2.0, 128: 0.5}
-    monkeypatch.setattr(kernels, "seconds", lambda *_: cost[current().block] / current().resident)
-    found = kernels.sweep("token_attention", call, place, SETTING)
-    assert {(launch.block, launch.stages) for launch in found} == {(b, s) for b in (16, 32, 64) for s in (1, 2, 4)}
-    best = min(found, key=found.__getitem__)
-    assert best.block == 32 and best.resident == max(kernels.RESIDENT)
-    assert launch.LAUNCHES["token_attention"] is before
+    def plan():
+        # As with many taps, a block of 16 becomes one of 32.
+        launch = current()
+        sizes = {"BLOCK_N": max(32, launch.block), "num_warps": launch.warps, "num_stages": launch.stages}
+        return launch.resident, sizes
+
+    timed = []
+    cost = {16: 1.0, 32: 1.0, 64: 2.0, 128: 0.5}
+    monkeypatch.setattr(kernels, "seconds", lambda *_: timed.append(plan()) or cost[current().block] / plan()[0])
+    found = kernels.sweep("token_attention_fwd", kernels.Kernel(call, 1, plan), place, SETTING)
+    assert len(timed) == len(found) == len({kernels.describe_plan(plan) for plan in timed})  # each once
+    blocks_and_stages = {tuple(name.split(", ")[::2]) for name in found}
+    assert blocks_and_stages == {(b, s) for b in ("32", "64") for s in ("1", "2", "4")}
+    best = min(found, key=found.__getitem__).split(", ")
+    assert best[0] == "32" and best[3] == str(max(kernels.RESIDENT))
+    assert launches.LAUNCHES["token_attention_fwd"] is before
 
 
 def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels of all families share: how they are compiled and launched, products, loads and stores.
+
+Legend: B batch, H heads, N tokens, D head size. BLOCK_* are the sizes of tiles, powers of two and at least 16, beyond
+which loads give zeros.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import compute_capability
+
+# A function is made for the interpreter or for a device when it is defined, by TRITON_INTERPRET.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# 2**x is an instruction, e**x is not.
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# A kernel is compiled once for a model. Whatever varies between batches is not specialised: by default an argument
+# that is 1 or a multiple of 16 would give a variant of its own, compiled in the midst of an epoch.
+kernel: Callable[[Callable], Any] = triton.jit(
+    do_not_specialize=["N", "H", "longest", "parts", "programs", "iterations", "threshold"]
+)
+
+
+class Launch(NamedTuple):
+    """How a kernel that goes through the tokens is launched.
+
+    block: tokens that a program takes at a time, a power of two from 16 on. warps: of a program. stages: blocks in
+    flight, of which all but one are being loaded. resident: programs that a multiprocessor runs at once.
+    """
+
+    block: int
+    warps: int
+    stages: int
+    resident: int
+
+
+# What a program does besides its blocks, counted in blocks: it reads landmarks and taps and writes its part's sums.
+STARTUP = 4
+MAX_PARTS = 64
+# Multiprocessors where there is no device to ask.
+_INTERPRETED_MULTIPROCESSORS = 8
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def capability_compiled_for(device: torch.device) -> int:
+    """Ten times the compute capability of a device, or of the absent one that Triton compiles for; 0: interpreted."""
+    if device.type == "cuda" or INTERPRETED:
+        return compute_capability(device)
+    return triton.runtime.driver.active.get_current_target().arch
+
+
+def programs_at_once(device: torch.device, resident: int) -> int:
+    """How many programs a device runs at once, of which a multiprocessor runs `resident`."""
+    return resident * _multiprocessors(device)
+
+
+@functools.lru_cache(4096)
+def count_parts(blocks: int, programs: int, at_once: int) -> int:
+    """Into how many parts the blocks of each of so many programs are best split, where `at_once` run at once.
+
+    Fewer parts leave multiprocessors without work in the last round, more have more to do besides.
+    """
+
+    def duration(parts: int) -> int:
+        return triton.cdiv(programs * parts, at_once) * (triton.cdiv(blocks, parts) + STARTUP)
+
+    return min(range(1, min(blocks, MAX_PARTS) + 1), key=duration)
+
+
+def tile(size: int) -> int:
+    """The tile that holds `size` elements: tl.dot takes powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def by_token(states: Tensor) -> Tensor:
+    """(B, N, H, D), contiguous, of states (B, H, N, D): a view of what linear layers give, a copy of other layouts."""
+    return states.transpose(1, 2).contiguous()
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@triton.jit
+def dot(a, b, acc=None, FLOAT32: tl.constexpr = "tf32x3"):
+    """a b + acc, summed in float32.
+
+    FLOAT32: how float32 is multiplied: "tf32x3", by tensor cores in three products of TF32, as exact as float32 but
+    for the last bit or two; "ieee", as float32, without tensor cores and with half the registers and shared memory.
+    """
+    if INTERPRETED:
+        # The interpreter holds bfloat16 as integers, and would multiply those.
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=FLOAT32)
+
+
+@triton.jit
+def load_tile(states, rows, stride, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(len(rows), BLOCK_D) of rows of D elements, `stride` apart; zero where not `inside`: it is not read there."""
+    channels = tl.arange(0, BLOCK_D)
+    inside = inside[:, None]
+    if BLOCK_D != D:
+        inside = inside & (channels < D)[None, :]
+    return tl.load(states + rows[:, None] * stride + channels[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(states, rows, stride, inside, content, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    channels = tl.arange(0, BLOCK_D)
+    inside = inside[:, None]
+    if BLOCK_D != D:
+        inside = inside & (channels < D)[None, :]
+    tl.store(states + rows[:, None] * stride + channels[None, :], content.to(states.dtype.element_ty), mask=inside)

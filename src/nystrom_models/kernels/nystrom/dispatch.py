@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nyström attention by the kernels, where they take it. Triton is imported by the first call that needs it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ...models.attention_nystrom import landmark_segments
+from .. import device
+from .first_try import fault
+from .inputs import AttentionInputs
+
+logger = logging.get_logger(__name__)
+
+
+def why_not(*arguments: Any, **options: Any) -> str | None:
+    """Why the kernels do not compute this attention, with what to change; None if they do.
+
+    Arguments: those of `AttentionInputs`, which are those of `attention_nystrom.nystrom_attention`, with the
+    convolution's weight instead of its result.
+    """
+    return AttentionInputs(*arguments, **options).why_not()
+
+
+def nystrom_attention(*arguments: Any, **options: Any) -> Tensor:
+    """`attention_nystrom.nystrom_attention`, with the convolution, by the kernels; differentiable once.
+
+    Raises ValueError where `why_not`, of the same arguments, has a reason.
+
+    Returns: (B, H, N, D), zero at invalid tokens; gradients that come in there are ignored.
+    """
+    inputs = AttentionInputs(*arguments, **options)
+    reason = inputs.why_not()
+    if reason is not None:
+        raise ValueError(f"The Triton kernels do not apply: {reason}.")
+    return compute(inputs)
+
+
+def nystrom_attention_if_possible(*arguments: Any, **options: Any) -> Tensor | None:
+    """The same, or None where the kernels do not apply or differ from PyTorch's operations at their first try.
+
+    On a GPU the reason is logged, once. In a graph of torch.compile the attention is one operator.
+    """
+    inputs = AttentionInputs(*arguments, **options)
+    if inputs.query.device.type not in device.DEVICE_TYPES:
+        return None
+    reason = inputs.why_not() or fault(inputs, compute)
+    if reason is None:
+        return compute(inputs)
+    if not torch.compiler.is_compiling():
+        logger.warning_once(
+            f'Nyström attention without its Triton kernels: {reason}. attn_implementation="sdpa" silences this.'
+        )
+    return None
+
+
+def compute(inputs: AttentionInputs) -> Tensor:
+    """The attention, of inputs for which there is no reason against it."""
+    from .attention import Attention, attention_in_graph
+    from .rows import Rows
+
+    query, key, value, *weight = (tensor.to(inputs.dtype) for tensor in inputs.tensors)
+    seed = None
+    if inputs.dropout_p > 0:
+        # On the device, so that the host does not wait and a CUDA graph draws anew every time.
+        seed = torch.randint(2**62, (1,), device=query.device)
+    assert inputs.num_landmarks is not None
+    rows = []
+    if inputs.mask is not None:
+        rows = list(Rows.of(inputs.mask, inputs.segments or landmark_segments(inputs.mask, inputs.num_landmarks)))
+    run = attention_in_graph if torch.compiler.is_compiling() else Attention.apply
+    return run(
+        query,
+        key,
+        value,
+        weight[0] if weight else None,
+        seed,
+        rows,
+        inputs.num_landmarks,
+        inputs.pinv_iterations,
+        inputs.dropout_p,
+    )

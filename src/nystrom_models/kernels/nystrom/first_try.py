@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels are compared with PyTorch's operations, once in a process, before a model relies on them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...models.attention_nystrom import nystrom_attention_reference
+from ...models.depthwise_convolution import depthwise_convolution
+from .inputs import AttentionInputs
+
+# Largest difference over largest value, of outputs and gradients: roundings stay far below, faults do not.
+TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+# So rare that nothing is dropped, which makes dropout comparable, by the kernels that drop.
+RARELY = 1e-12
+
+
+class Variant(NamedTuple):
+    """What the compiled kernels depend on: batches and lengths are arguments of one and the same machine code."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_landmarks: int
+    dim: int
+    pinv_iterations: int
+    taps: int
+    masked: bool
+    dropout: bool
+    backward: bool
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "Variant":
+        """Of inputs for which there is no reason against the kernels."""
+        assert inputs.num_landmarks is not None
+        return cls(
+            inputs.query.device,
+            inputs.dtype,
+            inputs.num_landmarks,
+            inputs.dim,
+            inputs.pinv_iterations,
+            inputs.taps,
+            inputs.mask is not None,
+            inputs.dropout_p > 0,
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors),
+        )
+
+
+_faults: dict[Variant, str | None] = {}
+
+
+def forget() -> None:
+    """Try again what was tried before."""
+    _faults.clear()
+
+
+def fault(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> str | None:
+    """What is wrong with the kernels that `attend` would run for these inputs; None if they compute what PyTorch does.
+
+    A small attention, with its gradients if they are wanted, is computed by both the first time. Its kernels are those
+    that the model then runs: they are compiled here.
+    """
+    return _fault(attend, *Variant.of(inputs))
+
+
+# In graphs the answer is a constant: torch.compile asks while it records, with plain arguments alone.
+@torch.compiler.assume_constant_result
+def _fault(attend: Callable[[AttentionInputs], Tensor], *facts: Any) -> str | None:
+    variant = Variant(*facts)
+    if variant not in _faults:
+        if variant.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("Run the model once before its CUDA graph is captured: the kernels are compiled then.")
+        try:
+            _faults[variant] = _try(variant, attend)
+        except torch.OutOfMemoryError:
+            return f"there is no memory on {variant.device} for a first try of them"  # later there may be
+        except Exception as error:  # whatever a compiler or a driver raises
+            _faults[variant] = f"a first try on {variant.device} failed ({type(error).__name__}: {str(error)[:200]})"
+    return _faults[variant]
+
+
+def _try(variant: Variant, attend: Callable[[AttentionInputs], Tensor]) -> str | None:
+    device, dtype = variant.device, variant.dtype
+    length = 2 * variant.num_landmarks + 3
+    no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.set_grad_enabled(variant.backward), no_autocast:
+        # All on the CPU, whatever the default device: the same numbers everywhere.
+        generator = torch.Generator("cpu").manual_seed(0)
+        draw = functools.partial(torch.randn, generator=generator, device="cpu")
+        *states, gradient = (draw(2, 1, length, variant.dim).to(device, dtype) for _ in range(4))
+        taps = (draw(1, 1, variant.taps, 1) / max(variant.taps, 1) ** 0.5).to(device, dtype)
+        mask = torch.ones(2, length, dtype=torch.bool, device=device)
+        if variant.masked:
+            mask[0, : variant.num_landmarks // 2] = False
+        kept = mask[:, None, :, None]
+        results = []
+        for function in (attend, _reference):
+            leaves = [tensor.detach().requires_grad_(variant.backward) for tensor in (*states, taps)]
+            inputs = AttentionInputs(
+                query=leaves[0],
+                key=leaves[1],
+                value=leaves[2],
+                mask=mask if variant.masked else None,
+                num_landmarks=variant.num_landmarks,
+                pinv_iterations=variant.pinv_iterations,
+                conv_weight=leaves[3] if variant.taps else None,
+                dropout_p=RARELY if variant.dropout else 0.0,
+            )
+            out = function(inputs)
+            found = [out * kept]
+            if variant.backward:
+                found += torch.autograd.grad(out, inputs.tensors, gradient * kept)
+            results.append([tensor.detach().float() for tensor in found])
+    for ours, theirs in zip(*results, strict=True):
+        difference = float((ours - theirs).abs().max() / theirs.abs().max())
+        if not difference <= TOLERANCES[dtype]:
+            return f"a first try on {device} differs from PyTorch's operations by {difference:.1%}"
+    return None
+
+
+def _reference(inputs: AttentionInputs) -> Tensor:
+    skip = None
+    if inputs.conv_weight is not None:
+        skip = depthwise_convolution(inputs.value, inputs.conv_weight, inputs.mask)
+    return nystrom_attention_reference(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        inputs.mask,
+        num_landmarks=inputs.num_landmarks,
+        pinv_iterations=inputs.pinv_iterations,
+        skip=skip,
+    )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the stages that go through the tokens are launched.
+
+The numbers come from what compilers report, registers and shared memory for capability 8.0 to 12.0, not yet from a
+clock; `python -m benchmarks kernels --sweep` measures others on a GPU. A static table, not `triton.autotune`: into how
+many parts a sum is split must not depend on a measurement, or results would not repeat.
+"""
+
+import torch
+import triton
+
+from ..common import Launch, count_parts, programs_at_once, tile
+
+# By stage: in half precision; the same where landmarks times head size is more than 64 · 64, or of the
+# convolution the head size more than 64; in float32.
+LAUNCHES = {
+    "landmark_attention_fwd": (Launch(32, 4, 3, 2), Launch(32, 8, 2, 1), Launch(16, 8, 1, 1)),
+    "landmark_attention_bwd": (Launch(32, 4, 3, 2), Launch(16, 8, 2, 1), Launch(16, 8, 1, 1)),
+    "token_attention_fwd": (Launch(64, 4, 2, 2), Launch(64, 8, 1, 1), Launch(32, 4, 1, 2)),
+    "token_attention_bwd": (Launch(64, 4, 2, 2), Launch(32, 8, 1, 1), Launch(16, 8, 1, 1)),
+    "convolution_bwd": (Launch(64, 4, 2, 3), Launch(32, 8, 2, 1), Launch(64, 4, 1, 3)),
+}
+
+
+def launch_place(stage: str, dtype: torch.dtype, num_landmarks: int, dim: int) -> int:
+    """Which of a stage's `LAUNCHES` is for tensors of this dtype and sizes."""
+    if dtype == torch.float32:
+        return 2
+    return int(dim > 64 if stage == "convolution_bwd" else tile(num_landmarks) * tile(dim) > 64 * 64)
+
+
+def plan_launch(stage: str, states: torch.Tensor, num_landmarks: int, taps: int = 0) -> tuple[int, dict[str, int]]:
+    """Into how many parts the tokens of states (B, N, H, D) are split, and the kernel's sizes.
+
+    taps: of a convolution in half precision, whose window of a block three blocks hold at most.
+    """
+    batch, length, heads, dim = states.shape
+    launch = LAUNCHES[stage][launch_place(stage, states.dtype, num_landmarks, dim)]
+    block = max(launch.block, tile((taps - 1) // 2))
+    at_once = programs_at_once(states.device, launch.resident)
+    parts = count_parts(triton.cdiv(length, block), batch * heads, at_once)
+    sizes = {"M": num_landmarks, "D": dim}
+    sizes |= {"BLOCK_M": tile(num_landmarks), "BLOCK_N": block, "BLOCK_D": tile(dim)}
+    return parts, sizes | {"num_warps": launch.warps, "num_stages": launch.stages}

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a ragged batch: their segments, valid tokens and padding, and which part of them a program takes.
+
+Legend: B batch, H heads, N tokens, M landmarks, S tokens of the longest segment, D head size, m = min(M, L) landmarks
+of a row of L valid tokens. A program is one (row, head) or a part of it; the grid's first axis counts the parts.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...models.attention_nystrom import Segments
+from ..common import store_tile
+
+
+class Rows(NamedTuple):
+    """A ragged batch as the kernels read it; bool tensors as uint8.
+
+    mask: (B, N). positions: (B, M, S) int64, size: (B, M) int64, exists: (B, M), of `Segments`.
+    """
+
+    mask: Tensor
+    positions: Tensor
+    size: Tensor
+    exists: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, segments: Segments) -> "Rows":
+        """mask: (B, N) bool, contiguous or not."""
+        return cls(
+            mask.contiguous().view(torch.uint8),
+            segments.positions.contiguous(),
+            segments.size.contiguous(),
+            segments.exists.contiguous().view(torch.uint8),
+        )
+
+
+def row_arguments(rows: Rows | None) -> dict[str, Any]:
+    """The arguments of a kernel by which it reads a ragged batch; None where every token is valid."""
+    if rows is None:
+        return {"mask": None, "positions": None, "sizes": None, "exists": None, "longest": 0, "MASKED": False}
+    return {
+        "mask": rows.mask,
+        "positions": rows.positions,
+        "sizes": rows.size,
+        "exists": rows.exists,
+        "longest": rows.positions.shape[2],
+        "MASKED": True,
+    }
+
+
+@triton.jit
+def find_segments(positions, sizes, exists, row, landmarks, N, longest, M: tl.constexpr, MASKED: tl.constexpr):
+    """The segments of one or many of a row's landmarks: the first token, the one after the last, and how many.
+
+    The valid tokens between the first and the last are those of the segment. All are 0 where there is none.
+    """
+    if MASKED:
+        place = row * M + landmarks
+        there = tl.load(exists + place, mask=landmarks < M, other=0) != 0
+        size = tl.load(sizes + place, mask=there, other=0).to(tl.int32)
+        first = tl.load(positions + place * longest, mask=there, other=0).to(tl.int32)
+        stop = tl.load(positions + place * longest + size - 1, mask=there, other=-1).to(tl.int32) + 1
+        return first, stop, size
+    else:
+        short = N // M
+        small = (short + 1) * M - N
+        size = tl.where(landmarks < M, short + (landmarks >= small).to(tl.int32), 0)
+        first = landmarks * short + tl.maximum(landmarks - small, 0)
+        return first, first + size, size
+
+
+@triton.jit
+def describe_row(first, stop, size, N, M: tl.constexpr, MASKED: tl.constexpr):
+    """From all segments of a row: m, whether L <= M, and the tokens from the first valid one to the last."""
+    if MASKED:
+        end = tl.max(stop, axis=0)
+        begin = tl.min(tl.where(size > 0, first, end), axis=0)
+        return tl.sum((size > 0).to(tl.int32), axis=0), tl.max(size, axis=0) <= 1, begin, end
+    else:
+        return M, False, 0, N
+
+
+@triton.jit
+def part_of(begin, end, BLOCK_N: tl.constexpr):
+    """This program's part of the tokens from `begin` to `end`, in whole blocks."""
+    size = tl.cdiv(end - begin, tl.num_programs(0) * BLOCK_N) * BLOCK_N
+    start = begin + tl.program_id(0) * size
+    return start, tl.minimum(start + size, end)
+
+
+@triton.jit
+def valid_tokens(mask, row, tokens, stop, N, MASKED: tl.constexpr):
+    """Which of the positions `tokens` are valid, from 0 and before `stop`."""
+    inside = (tokens >= 0) & (tokens < stop)
+    if MASKED:
+        inside = tl.load(mask + row * N + tokens, mask=inside, other=0) != 0
+    return inside
+
+
+@triton.jit
+def store_padding(
+    states, stride, begin, end, N, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Zeros before the first valid token of a row and after the last: a part of them by each of its programs."""
+    outside = N - (end - begin)
+    size = tl.cdiv(outside, tl.num_programs(0))
+    start = tl.program_id(0) * size
+    stop = tl.minimum(start + size, outside)
+    for block in range(start, stop, BLOCK_N):
+        places = block + tl.arange(0, BLOCK_N)
+        tokens = tl.where(places < begin, places, places + (end - begin))
+        zeros = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        store_tile(states, tokens, stride, places < stop, zeros, D, BLOCK_D)
