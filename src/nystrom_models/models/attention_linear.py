@@ -246,8 +246,8 @@ def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 def _step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token, (B, H, 1, F) and (B, H, 1, D) (eq. 18 to 20): its output and the state after it."""
-    added = _precise(key).mT * _with_ones(_precise(value))
-    state = added if state is None else state + added
+    key, values = _precise(key), _with_ones(_precise(value))
+    state = key.mT * values if state is None else torch.addcmul(state, key.mT, values)
     return _normalise(_precise(query) @ state, value.dtype), state
 
 
