@@ -2,10 +2,9 @@
 import json
 import math
 
+import linear_transformer_paper as paper
 import pytest
 import torch
-
-import linear_transformer_paper as paper
 
 SMALL = ["--hidden_size", "32", "--num_hidden_layers", "2", "--num_attention_heads", "4", "--batch_size", "16"]
 
