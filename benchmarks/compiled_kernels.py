@@ -47,6 +47,7 @@ CASES = (
     Case("bfloat16", 128, 64),
     Case("float16", 64, 128),
     Case("float32", 64, 64),
+    Case("float32", 128, 32),
     Case("float32", 32, 128),
 )
 
