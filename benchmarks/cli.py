@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=list(compiled_kernels.OPTIONS),
         help="with --compiled: with or without mask and dropout (default: both)",
     )
+    alone.add_argument("--kernels", nargs="+", metavar="NAME", help="time these alone, by their names in the table")
     alone.add_argument(
         "--device",
         choices=["cuda", "cpu"],
@@ -282,7 +283,8 @@ def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     print(report.describe_machine(found))
     for setting in settings(arguments):
         print(f"\nn = {setting.length}, batch {setting.batch_size}, {arguments.dtype}\n")
-        print(kernels.table(setting, found["ceilings"], arguments.sweep, progress))
+        for line in kernels.table(setting, found["ceilings"], arguments.sweep, progress, arguments.kernels):
+            print(line, flush=True)
     return 0
 
 
@@ -327,7 +329,8 @@ def on_a_gpu(arguments: argparse.Namespace) -> int:
         text, status = gpu_tests.run(arguments.select, arguments.device, arguments.seconds)
     elif arguments.command == "sanitize":
         chosen = [case for case in compiled_kernels.CASES if case.name in arguments.cases]
-        text, status = sanitize.table(chosen, arguments.device, arguments.seconds, progress)
+        faults = sanitize.run(chosen, arguments.device, arguments.seconds, lambda line: print(line, flush=True))
+        return 1 if faults else 0
     else:
         text, status = training.table(arguments.device, progress), 0
     print(text)

@@ -28,6 +28,9 @@ PART_SECONDS = 600
 RESULTS = {"cuda": "benchmarks/results", "cpu": "outputs/gpu-rehearsal"}
 
 SMALL_OPERATION = "--batch_size 1 --num_heads 2 --head_dim 8 --num_landmarks 4 --conv_kernel_size 3"
+# Kernels that can be launched in several ways.
+FORWARD = "landmark_attention_fwd token_attention_fwd"
+BACKWARD = "landmark_attention_bwd token_attention_bwd convolution_bwd"
 QUICK = "--repeats 1 --max_seconds 0.1 --no_memory"
 
 
@@ -58,17 +61,22 @@ PARTS = {
     "sanitizers": Part(
         "compute-sanitizer's memcheck, racecheck, synccheck and initcheck on the largest sizes, forward and backward",
         "sanitize --seconds 570",
-        "sanitize --device cpu --cases float32-64x64",
+        "sanitize --device cpu --cases float16-16x16-5taps",
     ),
     "kernels": Part(
         "each kernel's time, and how near to the memory's limit it comes",
         "kernels --lengths 512 8192 32768 --tokens 524288",
         f"kernels --device cpu --dtype float32 --lengths 20 {SMALL_OPERATION}",
     ),
-    "sweep": Part(
-        "other ways to launch the kernels, with dropout and masked rows beside",
-        "kernels --sweep --lengths 8192 --tokens 65536",
-        f"kernels --sweep --device cpu --dtype float32 --lengths 6 {SMALL_OPERATION}",
+    "sweep-forward": Part(
+        "other ways to launch the kernels of the forward pass",
+        f"kernels --sweep --lengths 8192 --tokens 65536 --kernels {FORWARD}",
+        f"kernels --sweep --device cpu --dtype float32 --lengths 6 {SMALL_OPERATION} --kernels {FORWARD}",
+    ),
+    "sweep-backward": Part(
+        "other ways to launch the kernels of the backward pass",
+        f"kernels --sweep --lengths 8192 --tokens 65536 --kernels {BACKWARD}",
+        f"kernels --sweep --device cpu --dtype float32 --lengths 6 {SMALL_OPERATION} --kernels {BACKWARD}",
     ),
     "attention": Part(
         "attention's forward pass against exact attention and the memory's limit",

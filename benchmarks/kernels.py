@@ -182,15 +182,27 @@ def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str,
     return found
 
 
-def table(setting: Setting, ceilings: dict[str, float], with_sweep: bool, report: Callable[[str], None]) -> str:
-    """A Markdown table of the kernels in one setting; with_sweep: also the fastest way found to launch each."""
+def table(
+    setting: Setting,
+    ceilings: dict[str, float],
+    with_sweep: bool,
+    report: Callable[[str], None],
+    names: list[str] | None = None,
+) -> Iterator[str]:
+    """The lines of a Markdown table of the kernels in one setting, each as soon as it is measured.
+
+    with_sweep: also the fastest way found to launch each. names: of kernels; None for all.
+    """
     from nystrom_models.kernels.nystrom.launches import LAUNCHES, launch_place
 
     sequence = setting.batch_size * setting.length * setting.hidden_size * setting.dtype.itemsize
     heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, parts"]
-    lines = [heading + ["fastest found", "us"] * with_sweep + ["us ragged, dropout"]]
+    yield f"| {' | '.join(heading + ['fastest found', 'us'] * with_sweep + ['us ragged, dropout'])} |"
+    yield "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep + " ---: |"
     ragged = prepare(setting, ragged=True)
     for name, kernel in prepare(setting).items():
+        if names is not None and name not in names:
+            continue
         report(f"kernels n={setting.length}: {name}")
         taken = seconds(kernel.call, setting.device)
         rate = kernel.sequences * sequence / taken
@@ -205,7 +217,4 @@ def table(setting: Setting, ceilings: dict[str, float], with_sweep: bool, report
             best = min(found, key=found.__getitem__) if found else ""
             line += [best, f"{1e6 * found[best]:.1f}" if found else ""]
         line.append(f"{1e6 * seconds(ragged[name].call, setting.device):.1f}")
-        lines.append(line)
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    rows.insert(1, "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep + " ---: |")
-    return "\n".join(rows)
+        yield f"| {' | '.join(line)} |"

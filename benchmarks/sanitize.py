@@ -2,10 +2,11 @@
 """The kernels under NVIDIA's compute-sanitizer, at the largest sizes: accesses out of bounds, races, barriers that not
 all threads reach, and memory that is read before it is written.
 
-    python -m benchmarks sanitize             all of it, as a table
-    python -m benchmarks.sanitize CASE        one forward and backward pass of a case, which is what the tool watches
+    python -m benchmarks sanitize                      all of it, as a table
+    python -m benchmarks.sanitize DEVICE CASE...       passes of these cases, which is what a tool watches
 """
 
+import math
 import os
 import re
 import shutil
@@ -26,8 +27,8 @@ PROGRAM = "compute-sanitizer"
 LENGTH = 333
 
 
-def attend(case: Case, device: str) -> float:
-    """Forward and backward passes with each of `OPTIONS`; the sum of the gradients, which must be finite."""
+def attend(case: Case, device: str) -> str:
+    """Forward and backward passes with each of `OPTIONS`; the sum of the gradients, or why the kernels refuse."""
     from nystrom_models import kernels
 
     generator = torch.Generator().manual_seed(0)
@@ -43,14 +44,16 @@ def attend(case: Case, device: str) -> float:
     for options in OPTIONS:
         masked = options != "plain"
         mask = torch.arange(LENGTH, device=device) < lengths if masked else None
-        out = kernels.nystrom_attention(
-            *states, mask, num_landmarks=case.landmarks, conv_weight=weight, dropout_p=0.1 if masked else 0.0
-        )
+        arguments = {"num_landmarks": case.landmarks, "conv_weight": weight, "dropout_p": 0.1 if masked else 0.0}
+        reason = kernels.why_not(*states, mask, **arguments)
+        if reason is not None:
+            return f"refused on this GPU: {reason}"
+        out = kernels.nystrom_attention(*states, mask, **arguments)
         leaves = [*states, weight] if weight is not None else states
         total += sum(float(grad.float().sum()) for grad in torch.autograd.grad(out.float().square().sum(), leaves))
-    if total != total:
-        raise FloatingPointError(f"{case.name}: a gradient is not a number")
-    return total
+    if not math.isfinite(total):
+        raise FloatingPointError(f"{case.name}: a gradient is not finite")
+    return f"the gradients' sum is {total:.6g}"
 
 
 def environment() -> dict[str, str]:
@@ -64,48 +67,48 @@ def summary(output: str) -> str:
     return found[-1].strip() if found else "no summary"
 
 
-def table(cases: list[Case], device: str, seconds: float, report: Callable[[str], None]) -> tuple[str, int]:
-    """A line for each case and tool, and the number of runs that found something, failed or were not reached.
+def run(cases: list[Case], device: str, seconds: float, say: Callable[[str], None]) -> int:
+    """Says a table, a line for each tool, and returns how many runs found something, failed or were not reached.
 
-    On a CPU the kernels are interpreted, which watches nothing: a rehearsal.
+    A tool watches all cases in one process, for it takes long to start. On a CPU the kernels are interpreted, which
+    watches nothing: a rehearsal.
     """
     program = shutil.which(PROGRAM) if device == "cuda" else None
     if device == "cuda" and program is None:
-        return f"{PROGRAM} is not on the PATH: it comes with the CUDA toolkit (on conda-forge cuda-sanitizer-api)", 1
-    lines = ["| case | tool | found | s |", "| --- | --- | --- | ---: |"]
+        say(f"{PROGRAM} is not on the PATH: it comes with the CUDA toolkit")
+        return 1
+    names = [case.name for case in cases]
+    say(f"{', '.join(names)}; {LENGTH} tokens, forward and backward, {' and '.join(OPTIONS)}\n")
+    say("| tool | found | s |")
+    say("| --- | --- | ---: |")
     faults, start = 0, time.perf_counter()
     for tool in ("none", *(TOOLS if program else ())):  # without a tool it compiles the kernels
-        for case in cases:
-            left = seconds - (time.perf_counter() - start)
-            before = time.perf_counter()
-            report(f"{case.name} under {tool}")
-            command = [sys.executable, "-m", "benchmarks.sanitize", case.name, device]
-            if tool != "none":
-                command = [program, "--tool", tool, "--error-exitcode", "99", *command]
-            try:
-                done = subprocess.run(
-                    command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=max(1.0, left)
-                )
-            except subprocess.TimeoutExpired:
-                found, failed = "not finished in time: run it alone with --cases", True
-            else:
-                failed = done.returncode != 0
-                found = summary(done.stdout) if tool != "none" else "ran"
-                if failed and done.returncode != 99:
-                    found = (done.stderr.strip().splitlines() or ["failed"])[-1]
-            faults += failed
-            lines.append(f"| {case.name} | {tool} | {found} | {time.perf_counter() - before:.0f} |")
-    return "\n".join(lines), faults
+        before = time.perf_counter()
+        command = [sys.executable, "-m", "benchmarks.sanitize", device, *names]
+        if tool != "none":
+            command = [program, "--tool", tool, "--error-exitcode", "99", *command]
+        left = max(1.0, seconds - (before - start))
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            found, failed = "not finished in time: give fewer --cases", True
+        else:
+            failed = done.returncode != 0
+            found = summary(done.stdout) if tool != "none" else "ran"
+            if failed and done.returncode != 99:
+                found = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        faults += failed
+        say(f"| {tool} | {found} | {time.perf_counter() - before:.0f} |")
+    return faults
 
 
-def main(name: str, device: str = "cuda") -> None:
+def main(device: str, *names: str) -> None:
     from nystrom_models.kernels.device import DEVICE_TYPES
 
     DEVICE_TYPES.add(device)
-    (case,) = (case for case in CASES if case.name == name)
-    print(f"{case.name}: {attend(case, device):.6g}")
-    if device == "cuda":
-        torch.cuda.synchronize()
+    for case in CASES:
+        if case.name in names:
+            print(f"{case.name}: {attend(case, device)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
         gpu, "run_command", lambda command, env, seconds: run([sys.executable, "-c", "raise SystemExit(3)"], env, 60)
     )
     lines = []
-    assert gpu.run_parts(["kernels", "sweep"], "cpu", tmp_path, 60, lines.append) == 2
+    assert gpu.run_parts(["kernels", "attention"], "cpu", tmp_path, 60, lines.append) == 2
     assert sum("failed (3)" in line for line in lines) == 2
 
 
@@ -119,8 +119,8 @@ def test_what_a_sanitizer_found_and_where_there_is_none(monkeypatch):
     assert sanitize.summary("== a\n========= ERROR SUMMARY: 3 errors\n") == "3 errors"
     assert sanitize.summary("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)").startswith("0 ")
     monkeypatch.setattr(sanitize.shutil, "which", lambda name: None)
-    text, faults = sanitize.table(list(compiled_kernels.CASES), "cuda", 60, lambda line: None)
-    assert faults == 1 and "CUDA toolkit" in text
+    lines = []
+    assert sanitize.run(list(compiled_kernels.CASES), "cuda", 60, lines.append) == 1 and "CUDA toolkit" in lines[0]
 
 
 def test_operations_of_a_training_step():

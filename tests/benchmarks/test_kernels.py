@@ -19,8 +19,8 @@ CEILINGS = {"bytes_per_second": 1e9, "operations_per_second": 1e9}
 
 
 def test_every_kernel_is_timed():
-    text = kernels.table(SETTING, CEILINGS, False, lambda line: None)
-    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in text.splitlines()}
+    lines = kernels.table(SETTING, CEILINGS, False, lambda line: None)
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines}
     from nystrom_models.kernels.nystrom.launches import LAUNCHES
 
     assert set(LAUNCHES) < set(rows) and {"forward", "backward", "pseudo_inverse_fwd"} < set(rows)
