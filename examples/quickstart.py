@@ -19,42 +19,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator
 from datasets import Dataset, DatasetDict
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    HfArgumentParser,
-    PreTrainedTokenizerBase,
-    logging,
-    pipeline,
-    set_seed,
-)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser, logging, pipeline
 
 from nystrom_models import LinformerConfig, NystromformerConfig
-from nystrom_models.data import (
-    PretrainingCollator,
-    TextBatches,
-    classification_dataset,
-    eval_dataloader,
-    load_docstrings,
-    pretraining_dataset,
-    train_dataloader,
-    train_tokenizer,
-)
-from nystrom_models.training import (
-    ClassificationObjective,
-    OptimizationArguments,
-    PretrainingObjective,
-    create_accelerator,
-    evaluate,
-    save_pretrained,
-    train,
-)
+from nystrom_models.data import TextBatches, eval_dataloader, load_docstrings, pretraining_dataset, train_tokenizer
+from nystrom_models.training import OptimizationArguments
+from nystrom_models.training.finetuning import FinetuningArguments, finetune
+from nystrom_models.training.pretraining import EVAL_MLM_PROBABILITY, PretrainingArguments, pretrain
 
 # In the manner of docstrings. What a reader would fill in: list; true; number; be; to; of.
 SENTENCES = (
@@ -67,6 +39,10 @@ SENTENCES = (
 )
 
 
+# Of a batch, at most; its tokens are what counts.
+ROWS = 64
+
+
 @dataclass
 class QuickstartArguments:
     """The sizes of the run."""
@@ -75,7 +51,7 @@ class QuickstartArguments:
     seed: int = field(default=0, metadata={"help": "Of data, initial weights and order."})
     max_train_steps: int = field(default=1600, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "Rows of a batch."})
+    tokens_per_step: int = field(default=1000, metadata={"help": "Tokens of a step of pretraining."})
     learning_rate: float = field(default=1.5e-3, metadata={"help": "Peak learning rate of pretraining."})
     max_length: int = field(default=128, metadata={"help": "Tokens of a row, at most."})
     vocab_size: int = field(default=5000, metadata={"help": "Tokens of the vocabulary, at most."})
@@ -92,10 +68,10 @@ class QuickstartArguments:
     )
 
 
-def model_config(family: str, tokenizer: PreTrainedTokenizerBase, args: QuickstartArguments):
-    """A small model whose rows are longer than its landmarks, so that the approximation is what trains."""
+def save_config(family: str, args: QuickstartArguments) -> Path:
+    """Writes the configuration of a small model whose rows are longer than its landmarks, so that the approximation is
+    what trains. The vocabulary's size and the special tokens are added from the tokenizer."""
     common = {
-        "vocab_size": len(tokenizer),
         "hidden_size": args.hidden_size,
         "num_hidden_layers": args.num_hidden_layers,
         "num_attention_heads": args.num_attention_heads,
@@ -106,59 +82,63 @@ def model_config(family: str, tokenizer: PreTrainedTokenizerBase, args: Quicksta
         "max_position_embeddings": args.max_length,
         "conv_kernel_size": 9,
         "initializer_range": 0.06,  # about 1 / √width, as 0.02 is for the width of BERT
-        "bos_token_id": tokenizer.bos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
     }
     if family == "nystromformer":
-        return NystromformerConfig(num_landmarks=args.num_landmarks, **common)
-    return LinformerConfig(projected_dim=args.num_landmarks, **common)
+        config = NystromformerConfig(num_landmarks=args.num_landmarks, **common)
+    else:
+        config = LinformerConfig(projected_dim=args.num_landmarks, **common)
+    folder = Path(args.output_dir, family, "config")
+    config.save_pretrained(folder)
+    return folder
 
 
-def constant_accuracy(values: Sequence[int]) -> float:
+def constant_accuracy(values: Sequence[int] | Sequence[str]) -> float:
     """The accuracy of always giving the most frequent answer."""
     counts = Counter(value for value in values if value != -100)
     return counts.most_common(1)[0][1] / counts.total()
 
 
-def pretrain(
-    family: str, data: DatasetDict, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, args
-) -> tuple[Path, dict[str, float]]:
-    """Pretrains a model, and returns the folder of its checkpoint and its held-out scores."""
-    set_seed(args.seed)
-    config = model_config(family, tokenizer, args)
-    config.sparse_prediction = True  # logits at the masked tokens alone: most of the arithmetic is saved
-    model = AutoModelForPreTraining.from_config(config)
-    print(f"\nPretraining a {type(model).__name__} of {model.num_parameters():,} parameters", flush=True)
-    state = train(
-        accelerator,
-        model,
-        PretrainingObjective(),
-        train_dataloader(
-            data["train"],
-            PretrainingCollator(tokenizer, mlm_probability=args.mlm_probability, seed=args.seed),
-            args.per_device_train_batch_size,
-            args.per_device_train_batch_size * accelerator.num_processes,
-            seed=args.seed,
-        ),
-        OptimizationArguments(
-            per_device_train_batch_size=args.per_device_train_batch_size,
-            learning_rate=args.learning_rate,
-            max_train_steps=args.max_train_steps,
-            adam_beta2=0.98,
-        ),
-        desc=f"{family}: MLM + SOP",
+def pretraining_arguments(family: str, args: QuickstartArguments) -> PretrainingArguments:
+    """What examples/run_pretraining.py would be told on its command line."""
+    return PretrainingArguments(
+        config_name=str(save_config(family, args)),
+        tokenizer_name=str(Path(args.output_dir, "tokenizer")),
+        output_dir=str(Path(args.output_dir, family, "pretrained")),
+        train_file=["docstrings of the installed packages"],  # for the model card
+        short_seq_prob=0.2,
+        mlm_probability=args.mlm_probability,
+        eval_strategy="no",
+        seed=args.seed,
+        preprocessing_num_workers=args.preprocessing_num_workers,
     )
-    loader = eval_dataloader(data["validation"], PretrainingCollator(tokenizer, seed=args.seed), 64)
-    scores = evaluate(accelerator, state.model, PretrainingObjective(), loader)
-    scores["mlm_baseline"] = constant_accuracy(torch.cat([batch["labels"].flatten() for batch in loader]).tolist())
-    scores["sop_baseline"] = constant_accuracy(data["validation"]["sentence_order_label"])
-    scores["tokens_per_second"] = state.tokens_per_second
 
-    checkpoint = Path(args.output_dir, family, "pretrained")
-    model.config.sparse_prediction = False
-    save_pretrained(accelerator, state.model, tokenizer, checkpoint)
-    return checkpoint, scores
+
+def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArguments) -> dict[str, float]:
+    """Pretrains a model, and returns its held-out scores and its speed."""
+    print(f"\nPretraining: {family}", flush=True)
+    optimization = OptimizationArguments(
+        per_device_train_batch_size=ROWS,
+        tokens_per_step=args.tokens_per_step,
+        group_by_length=True,
+        learning_rate=args.learning_rate,
+        max_train_steps=args.max_train_steps,
+        adam_beta2=0.98,
+    )
+    results = pretrain(pretraining_arguments(family, args), optimization, documents)
+    return results["validation"] | {"tokens_per_second": results["train"]["tokens_per_second"]}
+
+
+def pretraining_baselines(documents: Dataset, args: QuickstartArguments) -> dict[str, float]:
+    """What constant answers get on the held-out documents."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(args.output_dir, "tokenizer"))
+    arguments = pretraining_arguments("nystromformer", args)
+    rows = pretraining_dataset(documents, tokenizer, **arguments.row_options() | {"max_length": args.max_length})
+    loader = eval_dataloader(rows, arguments.collator(tokenizer, EVAL_MLM_PROBABILITY), 64)
+    batches = list(loader)
+    return {
+        "mlm_baseline": constant_accuracy([label for b in batches for label in b["labels"].flatten().tolist()]),
+        "sop_baseline": constant_accuracy([label for b in batches for label in b["sentence_order_label"].tolist()]),
+    }
 
 
 def fill_masks(checkpoint: Path, sentences: Sequence[str]) -> None:
@@ -171,45 +151,28 @@ def fill_masks(checkpoint: Path, sentences: Sequence[str]) -> None:
         print(f"  {sentence:<60} {answers}")
 
 
-def finetune(
-    family: str, checkpoint: Path, data: DatasetDict, classes: list[str], accelerator: Accelerator, args
-) -> dict[str, float]:
+def finetune_family(family: str, documents: DatasetDict, args: QuickstartArguments) -> dict[str, float]:
     """Fine-tunes the pretrained model to name the package of a docstring, and returns its held-out scores."""
-    set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, id2label=dict(enumerate(classes)), label2id={name: i for i, name in enumerate(classes)}
+    arguments = FinetuningArguments(
+        model_name_or_path=str(Path(args.output_dir, family, "pretrained")),
+        output_dir=str(Path(args.output_dir, family, "classifier")),
+        train_file=["docstrings of the installed packages"],  # for the model card
+        label_column_name="package",
+        eval_strategy="no",
+        seed=args.seed,
     )
-    batch_size = 2 * args.per_device_train_batch_size  # one label a row, not many: more rows for a steady gradient
-    collator = DataCollatorWithPadding(tokenizer)
-    columns = ["input_ids", "token_type_ids", "attention_mask", "labels"]
-    batches = {split: rows.select_columns([*columns, "length"]) for split, rows in data.items()}
-
-    def collate(rows):
-        return collator([{name: row[name] for name in columns} for row in rows])
-
-    state = train(
-        accelerator,
-        model,
-        ClassificationObjective(),
-        train_dataloader(
-            batches["train"],
-            collate,
-            batch_size,
-            batch_size * accelerator.num_processes,
-            seed=args.seed,
-        ),
-        OptimizationArguments(
-            per_device_train_batch_size=batch_size,
-            learning_rate=args.learning_rate / 2,
-            max_train_steps=args.finetune_steps,
-        ),
-        desc=f"{family}: which package",
+    optimization = OptimizationArguments(
+        per_device_train_batch_size=ROWS,
+        tokens_per_step=2 * args.tokens_per_step,  # one label a row, not many: more rows for a steady gradient
+        group_by_length=True,
+        learning_rate=args.learning_rate / 2,
+        max_train_steps=args.finetune_steps,
     )
-    loader = eval_dataloader(batches["validation"], collate, 64)
-    scores = evaluate(accelerator, state.model, ClassificationObjective(), loader)
-    save_pretrained(accelerator, state.model, tokenizer, Path(args.output_dir, family, "classifier"))
-    return {"accuracy": scores["accuracy"], "baseline": constant_accuracy(data["validation"]["labels"])}
+    results = finetune(arguments, optimization, arguments.task(), documents)
+    return {
+        "package_accuracy": results["validation"]["accuracy"],
+        "package_baseline": constant_accuracy(documents["validation"]["package"]),
+    }
 
 
 def unseen(sentences: Sequence[str], documents: Dataset) -> list[str]:
@@ -242,13 +205,11 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     # Transformers' reports on every checkpoint would bury the story.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    accelerator = create_accelerator()
     print("Collecting the docstrings of the installed packages", flush=True)
-    num_proc = arguments.preprocessing_num_workers
     docstrings = load_docstrings(
         arguments.max_bytes_per_package,
         seed=arguments.seed,
-        num_proc=num_proc,
+        num_proc=arguments.preprocessing_num_workers,
         cache_dir=Path(arguments.output_dir, "cache"),
         packages=arguments.packages,
     )
@@ -258,38 +219,19 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         f"{len(docstrings['validation']):,} from other source files held out"
     )
     tokenizer = train_tokenizer(TextBatches(docstrings["train"]), arguments.vocab_size, arguments.max_length)
-    examples = DatasetDict(
-        {
-            split: pretraining_dataset(
-                documents, tokenizer, arguments.max_length, short_seq_prob=0.2, seed=arguments.seed, num_proc=num_proc
-            )
-            for split, documents in docstrings.items()
-        }
-    )
+    tokenizer.save_pretrained(Path(arguments.output_dir, "tokenizer"))
     classes = sorted(name for name, _ in sizes.most_common(arguments.num_classes))
-    labelled = DatasetDict(
-        {
-            split: classification_dataset(
-                documents.filter(
-                    lambda names: [name in classes for name in names], input_columns="package", batched=True
-                ),
-                tokenizer,
-                arguments.max_length,
-                label_column="package",
-                label_names=classes,
-            )
-            for split, documents in docstrings.items()
-        }
+    labelled = docstrings.filter(
+        lambda names: [name in classes for name in names], input_columns="package", batched=True
     )
     sentences = unseen(SENTENCES, docstrings["train"])
+    baselines = pretraining_baselines(docstrings["validation"], arguments)
 
     results = {}
     for family in ("nystromformer", "linformer"):
-        checkpoint, scores = pretrain(family, examples, tokenizer, accelerator, arguments)
-        fill_masks(checkpoint, sentences)
-        package = finetune(family, checkpoint, labelled, classes, accelerator, arguments)
-        results[family] = scores | {f"package_{name}": value for name, value in package.items()}
-        accelerator.free_memory()
+        scores = pretrain_family(family, docstrings, arguments)
+        fill_masks(Path(arguments.output_dir, family, "pretrained"), sentences)
+        results[family] = scores | baselines | finetune_family(family, labelled, arguments)
     print_table(results, classes)
     print(f"{time.perf_counter() - start:.0f} seconds in all. The models are in {arguments.output_dir}/")
     summary = {"arguments": asdict(arguments), "classes": classes, "results": results}

@@ -31,7 +31,8 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
     arguments, optimization = parse_arguments((ImdbArguments, FinetuningOptimizationArguments), args, __doc__)
     run = finetune if arguments.grid is None else finetune_grid
-    return run(arguments, optimization, arguments.task(), load_data(arguments, arguments.test_file))
+    splits = load_data(arguments, arguments.test_file, arguments.do_train)
+    return run(arguments, optimization, arguments.task(), splits)
 
 
 if __name__ == "__main__":

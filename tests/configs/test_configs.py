@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import os
 import sys
 from pathlib import Path
@@ -57,11 +58,11 @@ def test_sharing_modes_have_the_number_of_projections_of_the_paper():
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "recipes").iterdir()), ids=lambda path: path.stem)
-def test_recipe_is_taken_by_its_script(path, monkeypatch):
+def test_recipe_is_taken_by_its_script(path, monkeypatch, tmp_path):
     import run_glue
     import run_imdb
 
-    monkeypatch.chdir(FOLDER.parent)
+    monkeypatch.chdir(tmp_path)  # paths of a recipe are beside it, wherever it is used from
     script = path.read_text().split(maxsplit=2)[1].rstrip(",:")
     flags = ["--recipe", os.path.relpath(path), "--output_dir", "x", "--tokenizer_name", "x"]
     if script == "examples/run_pretraining.py":
@@ -87,6 +88,31 @@ def test_the_grid_of_mrpc_is_the_papers():
     line = (FOLDER / "recipes" / "finetuning-mrpc-grid.args").read_text().splitlines()[-1]
     grid = parse_grid(line.split()[1:], OptimizationArguments())
     assert grid == {"per_device_train_batch_size": [8, 16, 32], "learning_rate": [2e-5, 3e-5, 4e-5, 5e-5]}
+
+
+def test_recipes_run_from_anywhere(tmp_path, monkeypatch):
+    """The smallest ones, for a step or two, as they are written but for that."""
+    import run_glue
+    import run_pretraining
+    import train_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text(
+        "\n\n".join(f"Sentence {i} is here. Another one, too. A last one." for i in range(60))
+    )
+    train_tokenizer.main("--train_file corpus.txt --output_dir tokenizer --vocab_size 100 --cache_dir cache".split())
+    recipes = os.path.relpath(FOLDER / "recipes")
+    files = "--tokenizer_name tokenizer --train_file corpus.txt --output_dir model --cache_dir cache".split()
+    run_pretraining.main(["--recipe", f"{recipes}/pretraining-tiny-256.args", *files, "--max_train_steps", "1"])
+    model = AutoModelForPreTraining.from_pretrained("model")
+    assert model.config.num_landmarks == 32 and model.config.hidden_size == 128
+
+    rows = [{"sentence1": f"Sentence {i}.", "sentence2": "Another one.", "label": i % 2} for i in range(40)]
+    Path("rows.json").write_text(json.dumps(rows))
+    files = "--train_file rows.json --validation_file rows.json --output_dir mrpc --cache_dir cache".split()
+    options = ["--recipe", f"{recipes}/finetuning-tiny-mrpc.args", "--model_name_or_path", "model", *files]
+    results = run_glue.main([*options, "--max_train_steps", "1", "--grid", "seed=0,1"])
+    assert results["best"]["seeds"] == [0, 1]
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "accelerate").iterdir()), ids=lambda path: path.stem)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+import torch
+from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
 from nystrom_models.data.classification import ClassificationCollator, class_labels, classification_dataset
 
@@ -37,6 +38,7 @@ def test_pairs_and_batches(tokenizer):
     batch = ClassificationCollator(tokenizer)(list(rows))
     assert batch.keys() == {"input_ids", "token_type_ids", "attention_mask", "labels"}
     assert batch["labels"].tolist() == [1, 0]
+    assert ClassificationCollator(tokenizer, with_index=True)([rows[1]])["index"].tolist() == [1]
     with pytest.raises(ValueError, match="--truncation_strategy head"):
         classification_dataset(pairs, tokenizer, 7, ["text", "other"], truncation_strategy="tail")
 
@@ -51,6 +53,28 @@ def test_numbered_classes_are_known_by_their_names(tokenizer):
     features = Features({"text": Value("string"), "label": ClassLabel(names=["pos", "neg"])})
     rows = classification_dataset(dataset(label=[0, 1]).cast(features), tokenizer, 8, label_names=["neg", "pos"])
     assert list(rows["labels"]) == [1, 0]
+
+
+LISTED = Features({"text": Value("string"), "label": Sequence(ClassLabel(names=["x", "y", "z"]))})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        dataset(label=[["z", "x"], []]),
+        dataset(label=["z, x", ""]),
+        dataset(label=[[2, 0], []]).cast(LISTED),
+    ],
+    ids=["lists", "texts", "numbered"],
+)
+def test_several_labels_a_row(data, tokenizer):
+    assert list(class_labels(data, "label", ",")) in (["x", "z"], ["x", "y", "z"])
+    ids = {"x": 0, "y": 1, "z": 2}
+    rows = classification_dataset(data, tokenizer, 8, label_names=ids, label_delimiter=",")
+    assert rows["labels"] == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    assert ClassificationCollator(tokenizer)(list(rows))["labels"].dtype == torch.float32
+    with pytest.raises(ValueError, match=r"holds \['z'\]"):
+        classification_dataset(data, tokenizer, 8, label_names={"x": 0, "y": 1}, label_delimiter=",")
 
 
 @pytest.mark.parametrize(

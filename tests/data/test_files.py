@@ -17,7 +17,9 @@ ROWS = [
 
 
 def write(path, rows):
-    if path.suffix == ".jsonl":
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     elif path.suffix == ".csv":
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -36,12 +38,25 @@ def compressed(path):
     return packed
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".csv", ".parquet"])
 def test_tables(ending, tmp_path):
     first = write(tmp_path / f"first{ending}", ROWS[:2])
     second = compressed(write(tmp_path / f"second{ending}", ROWS[2:]))
     assert load_files(first, cache_dir=tmp_path / "cache").to_list() == ROWS[:2]
     assert load_files([first, str(second)], cache_dir=tmp_path / "cache").to_list() == ROWS
+
+
+def test_json_may_have_an_object_a_line(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    assert load_files(path, cache_dir=tmp_path / "cache").to_list() == ROWS
+
+
+def test_quotes_are_text_in_tsv_files(tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_text('text\tlabel\nHe said "no.\t0\n"Yes" and left\t1\nNA\t1\n', encoding="utf-8")
+    rows = [{"text": 'He said "no.', "label": 0}, {"text": '"Yes" and left', "label": 1}, {"text": "NA", "label": 1}]
+    assert load_files([path, compressed(path)], cache_dir=tmp_path / "cache").to_list() == rows * 2
 
 
 def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
@@ -72,7 +87,10 @@ def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
         ("rows.jsonl.gz", b"plain", r"rows\.jsonl\.gz is damaged"),
         ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 2000, mtime=0)[:-12], r"rows\.jsonl\.gz is damaged"),
         ("rows.parquet", b"PAR1 and no more", r"rows\.parquet, given by --test_file, cannot be read"),
-        ("rows.xlsx", b"x", r"rows\.xlsx must end in one of \.txt, \.jsonl, \.csv, \.parquet"),
+        ("rows.tsv", b"text\tlabel\na\t1\nb\t2\t3\n", r"rows\.tsv, line 3: 3 fields, but the header has 2"),
+        ("rows.json", b'[{"text": "a"}, {"text": ]', r"rows\.json: not JSON"),
+        ("rows.json", b'[{"text": "a"}, 3]', r"rows\.json, item 2: not a JSON object but '3'"),
+        ("rows.xlsx", b"x", r"rows\.xlsx must end in one of \.txt, \.json, \.jsonl, \.csv, \.tsv, \.parquet"),
     ],
 )
 def test_faults_are_named(name, content, message, tmp_path):

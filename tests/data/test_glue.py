@@ -6,6 +6,7 @@ import pytest
 
 from nystrom_models.data.glue import GLUE_TASKS, load_glue
 from nystrom_models.data.metrics import load_metric
+from nystrom_models.training import Goal
 
 # Of class 1: 2 found, 1 missed, 2 false; 3 others are right.
 REFERENCES, PREDICTIONS = [1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 0, 0, 0]
@@ -14,9 +15,13 @@ SCORES, PREDICTED_SCORES = [1, 2, 3, 4], [1, 2, 3, 10]
 BY_HAND = {
     "cola": {"matthews_correlation": (2 * 3 - 2 * 1) / math.sqrt(4 * 3 * 5 * 4)},
     "sst2": {"accuracy": 5 / 8},
-    "mrpc": {"accuracy": 5 / 8, "f1": 4 / 7},
-    "qqp": {"accuracy": 5 / 8, "f1": 4 / 7},
-    "stsb": {"pearson": 14 / math.sqrt(5 * 50), "spearmanr": 1.0},
+    "mrpc": {"accuracy": 5 / 8, "f1": 4 / 7, "combined_score": (5 / 8 + 4 / 7) / 2},
+    "qqp": {"accuracy": 5 / 8, "f1": 4 / 7, "combined_score": (5 / 8 + 4 / 7) / 2},
+    "stsb": {
+        "pearson": 14 / math.sqrt(5 * 50),
+        "spearmanr": 1.0,
+        "combined_score": (14 / math.sqrt(5 * 50) + 1) / 2,
+    },
     "mnli": {"accuracy": 5 / 8},
     "qnli": {"accuracy": 5 / 8},
     "rte": {"accuracy": 5 / 8},
@@ -33,6 +38,32 @@ def test_metrics_equal_those_computed_by_hand(name):
     assert result == pytest.approx(BY_HAND[name], rel=1e-6)
 
 
+def test_metrics_of_several_labels():
+    """3 labels are found, 1 is missed, 1 is wrong; class 0 is all right, of class 1 one of two, of class 2 none."""
+    references, predictions = [[1, 1, 0], [1, 0, 0], [0, 1, 0]], [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
+    result = load_metric("multi_label").compute(predictions=predictions, references=references)
+    assert result == pytest.approx({"micro_f1": 6 / 8, "macro_f1": (1 + 2 / 3 + 0) / 3, "exact_match": 1 / 3})
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"), [("eval_mse", False), ("validation_matched/accuracy", True), ("loss", False)]
+)
+def test_a_metric_has_a_direction(metric, greater):
+    assert Goal.of(metric).greater_is_better is greater
+    assert Goal.of("my_metric", False) == Goal("my_metric", False)
+    with pytest.raises(ValueError, match=r"Nothing is known of the metric 'my_metric'.*--greater_is_better"):
+        Goal.of("my_metric")
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_metric_of_a_task_is_known(name):
+    if name in GLUE_TASKS:
+        goal = Goal.of(GLUE_TASKS[name].best_metric)
+        assert goal.greater_is_better and goal.metric in BY_HAND[name]
+    # GLUE counts the mean of two metrics.
+    assert ("combined_score" in BY_HAND[name]) == (name in ("mrpc", "qqp", "stsb"))
+
+
 def test_unknown_metrics_are_refused():
     with pytest.raises(ValueError, match=r"must be one of .*'mrpc'.*, but is 'mrcp'"):
         load_metric("mrcp")
@@ -42,7 +73,7 @@ def test_the_nine_tasks():
     assert GLUE_TASKS.keys() == BY_HAND.keys() - {"classification", "regression"}
     files = {name for task in GLUE_TASKS.values() for name in task.prediction_files.values()}
     # The names that the benchmark's server takes.
-    assert files == {f"{name}.tsv" for name in "CoLA SST-2 MRPC QQP STS-B MNLI-m MNLI-mm QNLI RTE WNLI".split()}
+    assert files == {f"{name}.tsv" for name in "CoLA SST-2 MRPC QQP STS-B MNLI-m MNLI-mm QNLI RTE WNLI AX".split()}
     assert [name for name, task in GLUE_TASKS.items() if task.regression] == ["stsb"]
 
 
@@ -52,7 +83,9 @@ def test_load_glue(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     splits = ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
     paths = "".join(f"\n  - split: {split}\n    path: {split}.jsonl" for split in splits)
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: mnli\n  data_files:{paths}\n---\n")
+    ax = "\n- config_name: ax\n  data_files:\n  - split: test\n    path: test_ax.jsonl"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: mnli\n  data_files:{paths}{ax}\n---\n")
+    splits = (*splits, "test_ax")
     for split in splits:
         (folder / f"{split}.jsonl").write_text(json.dumps({"premise": split, "hypothesis": "x", "label": 2}) + "\n")
     monkeypatch.chdir(tmp_path)

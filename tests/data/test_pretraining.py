@@ -3,166 +3,117 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nystrom_models.data import PretrainingCollator, pretraining_dataset
-from nystrom_models.data.pretraining import split_sentences
+from nystrom_models.data import pretraining_dataset
+from nystrom_models.data.pretraining import ordered_share
 
 MAX_LENGTH = 48
 
 
 @pytest.fixture(scope="module")
-def examples(documents, tokenizer):
+def rows(documents, tokenizer):
     return pretraining_dataset(documents, tokenizer, MAX_LENGTH, short_seq_prob=0.2)
-
-
-def segments(example, tokenizer):
-    """The texts of the one or two segments of an example."""
-    text = tokenizer.decode(example["input_ids"])
-    assert text.startswith("[CLS]") and text.endswith("[SEP]")
-    return [part.strip() for part in text.removeprefix("[CLS]").removesuffix("[SEP]").split("[SEP]")]
 
 
 def tokens_of(text, tokenizer):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def within(share, expected, number):
-    """Whether a share of `number` draws lies within five standard deviations of what is expected."""
-    return abs(share - expected) < 5 * (expected * (1 - expected) / number) ** 0.5
+def byte_level_tokenizer(texts, add_prefix_space=False):
+    """A tokenizer as RoBERTa has one: a word begins with the space before it, a character may be several tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    bpe.decoder = decoders.ByteLevel()
+    specials = ["<s>", "</s>", "<mask>", "<pad>"]
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=specials, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, model_max_length=64, mask_token="<mask>", pad_token="<pad>", padding_side="right"
+    )
 
 
-def test_sentences():
-    text = "Return the mean, e.g. of rows. See above!\nNo end here\n\n(Or None.) It is 1.5 or 2. 3 is next."
-    assert split_sentences(text) == [
-        "Return the mean, e.g. of rows.",
-        "See above!",
-        "No end here",
-        "(Or None.) It is 1.5 or 2.",
-        "3 is next.",
-    ]
+def test_rows_follow_each_other_and_lose_nothing(documents, rows, tokenizer):
+    together = [token for row in rows for token in row["input_ids"].tolist()]
+    assert together == [token for text in documents["text"] for token in tokens_of(text, tokenizer)]
+    assert list(rows["length"]) == [len(row["input_ids"]) + 3 for row in rows]
+    assert max(rows["length"]) <= MAX_LENGTH
+    assert list(rows["index"]) == list(range(len(rows)))
 
 
-def test_labels_say_whether_segments_were_swapped(examples, tokenizer):
-    labels = np.array(examples["sentence_order_label"])
-    for example in examples:
-        parts = segments(example, tokenizer)
-        if example["sentence_order_label"] == -100:
-            assert len(parts) == 1
-            continue
-        first, second = ([int(n) for n in re.findall(r"sentence (\d)", part)] for part in parts)
-        assert first == sorted(first) and second == sorted(second)
-        # A sentence too long for a row goes on in the next one, without its number.
-        if first and second:
-            assert example["sentence_order_label"] == (first[0] > second[0])
-    paired = labels[labels >= 0]
-    assert len(paired) > 500
-    assert within(paired.mean(), 0.5, len(paired))
+def test_rows_are_full_but_for_the_last_of_a_document(tokenizer):
+    """Whatever the lengths of sentences: a row ends between words."""
+    text = " ".join(f"Sentence {i} about the compute data of the default dtype." for i in range(300))
+    rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0, with_word_starts=True)
+    lengths = np.array(rows["length"])[:-1]
+    assert lengths.min() >= MAX_LENGTH - 8  # the longest word is a few tokens
+    assert lengths.mean() > 0.95 * MAX_LENGTH
+    assert all(row["word_starts"][0] for row in rows)
 
 
-def test_one_sentence_is_never_labelled_swapped(tokenizer):
-    single = Dataset.from_dict({"text": ["Return the mean of the tensor.", "", "Compute"]})
-    examples = pretraining_dataset(single, tokenizer, MAX_LENGTH)
-    assert examples["sentence_order_label"] == [-100, -100]
+def test_sentences_begin_where_the_row_says(rows, tokenizer):
+    checked = 0
+    for row in rows:
+        ids, starts = row["input_ids"], row["sentence_starts"].tolist()
+        assert starts == sorted(set(starts)) and all(0 < start < len(ids) for start in starts)
+        for start in starts:
+            assert tokenizer.decode(ids[start:]).startswith("sentence")
+            checked += 1
+        # Every beginning but that at the row's own is named.
+        assert len(re.findall("sentence", tokenizer.decode(ids[1:]))) == len(starts)
+    assert checked > 500
 
 
-def test_packing_respects_max_length_and_loses_nothing(documents, examples, tokenizer):
-    lengths = examples["length"]
-    assert lengths == [len(ids) for ids in examples["input_ids"]]
-    assert max(lengths) <= MAX_LENGTH and max(lengths) > 0.9 * MAX_LENGTH
-    tokens = []
-    for example in examples:
-        parts = segments(example, tokenizer)
-        if example["sentence_order_label"] == 1:
-            parts.reverse()
-        for part in parts:
-            tokens += tokens_of(part, tokenizer)
-    expected = [token for text in documents["text"] for token in tokens_of(text, tokenizer)]
-    assert tokens == expected
+def test_sentences_begin_with_the_space_before_them():
+    text = "Röhre auf. Dann zu. Ende! \U0001f600 Noch eins."
+    for add_prefix_space in (False, True):
+        tokenizer = byte_level_tokenizer([text] * 3, add_prefix_space)
+        [row] = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, 64, 0.0)
+        parts = np.split(row["input_ids"], row["sentence_starts"])
+        assert [tokenizer.decode(part).strip() for part in parts] == [
+            "Röhre auf.",
+            "Dann zu.",
+            "Ende!",
+            "\U0001f600 Noch eins.",
+        ]
 
 
 def test_a_character_of_many_tokens_ends():
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    specials = ["<s>", "</s>"]
-    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=specials)
-    bpe.train_from_iterator(["value"], trainer)
-    bpe.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=64)
-    examples = pretraining_dataset(Dataset.from_dict({"text": ["\U0001f600 value \U0001f600"]}), tokenizer, 7)
-    assert len(examples) > 0 and max(examples["length"]) <= 7
+    tokenizer = byte_level_tokenizer(["value"])
+    rows = pretraining_dataset(Dataset.from_dict({"text": ["\U0001f600 value \U0001f600"]}), tokenizer, 7)
+    assert len(rows) > 0 and max(rows["length"]) <= 7
 
 
-def test_short_sequences_have_a_probability(documents, tokenizer):
-    def share_short(probability):
-        lengths = np.array(pretraining_dataset(documents, tokenizer, 128, short_seq_prob=probability)["length"])
-        return np.mean(lengths < 32)
+def test_short_rows_have_a_probability_and_end_with_a_sentence(documents, tokenizer):
+    def lengths(probability):
+        return np.array(pretraining_dataset(documents, tokenizer, 128, short_seq_prob=probability)["length"])
 
-    assert share_short(0.0) + 0.1 < share_short(0.9)
+    assert np.mean(lengths(0.0) < 32) + 0.1 < np.mean(lengths(0.9) < 32)
+    text = " ".join(f"Sentence {i} about data." for i in range(200))
+    rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, short_seq_prob=1.0)
+    assert all(tokenizer.decode(row["input_ids"]).startswith("sentence") for row in rows)
 
 
-def test_examples_do_not_depend_on_processes(documents, examples, tokenizer):
+def test_rows_do_not_depend_on_processes(documents, rows, tokenizer):
     parallel = pretraining_dataset(documents, tokenizer, MAX_LENGTH, short_seq_prob=0.2, num_proc=2)
-    assert parallel["input_ids"] == examples["input_ids"]
-    assert parallel["index"] == examples["index"] == list(range(len(examples)))
+    assert parallel.with_format(None).to_list() == rows.with_format(None).to_list()
 
 
-def test_masking_statistics(examples, tokenizer):
-    rows = [examples[i] for i in range(len(examples))]
-    batch = PretrainingCollator(tokenizer)(rows)
-    original = torch.full_like(batch["input_ids"], tokenizer.pad_token_id)
-    for i, row in enumerate(rows):
-        original[i, : row["length"]] = torch.tensor(row["input_ids"])
-    predicted = batch["labels"] != -100
-    ordinary = original >= len(tokenizer.all_special_ids)
-    assert torch.equal(batch["labels"][predicted], original[predicted])
-    assert torch.equal(batch["input_ids"][~predicted], original[~predicted])
-    assert not (predicted & ~ordinary).any(), "a special token is to be predicted"
-    assert predicted.any(dim=1).all(), "a row has nothing to predict"
-    # Rows of a few tokens always predict one, and so predict more than their share.
-    long = ordinary.sum(1) >= 30
-    assert within(predicted[long].sum() / ordinary[long].sum(), 0.15, int(ordinary[long].sum()))
-    replaced = batch["input_ids"][predicted]
-    number = len(replaced)
-    random_hits = 0.1 / len(tokenizer)
-    assert within((replaced == tokenizer.mask_token_id).float().mean(), 0.8 + random_hits, number)
-    assert within((replaced == original[predicted]).float().mean(), 0.1 + random_hits, number)
+def test_a_row_takes_four_bytes_a_token(rows):
+    assert set(rows.column_names) == {"input_ids", "sentence_starts", "length", "index"}
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    assert rows.select_columns(["input_ids", "sentence_starts"]).data.nbytes < 6 * tokens  # short rows, many sentences
 
 
-def test_whole_words_are_masked_together(tokenizer):
-    texts = Dataset.from_dict({"text": ["Uncompute rematrixed tokenizers of subtensors. Unlabelled outputsize."] * 40})
-    examples = pretraining_dataset(texts, tokenizer, MAX_LENGTH)
-    rows = [examples[i] for i in range(len(examples))]
-    batch = PretrainingCollator(tokenizer, whole_word_mask=True, mlm_probability=0.4)(rows)
-    words_of_pieces = 0
-    for row, labels in zip(rows, batch["labels"].tolist(), strict=True):
-        predicted = {word for word, label in zip(row["word_ids"], labels, strict=False) if label != -100}
-        for word in set(row["word_ids"]) - {-1}:
-            places = [i for i, other in enumerate(row["word_ids"]) if other == word]
-            assert {labels[i] != -100 for i in places} == {word in predicted}
-            words_of_pieces += len(places) > 1
-    assert words_of_pieces > 40
-
-
-def test_a_mask_depends_on_seed_epoch_and_example_alone(examples, tokenizer):
-    rows = [examples[i] for i in range(16)]
-
-    def masked(collator, rows):
-        batch = collator(rows)
-        return [batch["input_ids"][i, : row["length"]].tolist() for i, row in enumerate(rows)]
-
-    collator = PretrainingCollator(tokenizer, seed=3)
-    together = masked(collator, rows)
-    torch.manual_seed(99)
-    alone = [masked(PretrainingCollator(tokenizer, seed=3), [row])[0] for row in reversed(rows)][::-1]
-    assert alone == together
-    collator.set_epoch(1)
-    next_epoch = masked(collator, rows)
-    assert sum(a != b for a, b in zip(next_epoch, together, strict=True)) > 8
-    assert masked(PretrainingCollator(tokenizer, seed=4), rows) != together
+def test_the_share_of_rows_with_an_order(tokenizer):
+    texts = ["The mean. The sum.", "The mean of the tensor", "Он пришёл. Она ушла!", "The sum"]
+    rows = pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, MAX_LENGTH, short_seq_prob=0.0)
+    assert ordered_share(rows) == 0.5
 
 
 @pytest.mark.parametrize(

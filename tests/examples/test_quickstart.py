@@ -21,7 +21,7 @@ import quickstart
 
 TINY = (
     "--packages accelerate datasets huggingface_hub --max_bytes_per_package 600000 --max_train_steps 60"
-    " --finetune_steps 30 --per_device_train_batch_size 16 --max_length 48 --vocab_size 1500 --hidden_size 32"
+    " --finetune_steps 30 --tokens_per_step 500 --max_length 48 --vocab_size 1500 --hidden_size 32"
     " --num_hidden_layers 1 --num_landmarks 8 --num_classes 3 --preprocessing_num_workers 1"
 ).split()
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,13 @@ from pathlib import Path
 import pytest
 import run_glue
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from nystrom_models import NystromformerForSequenceClassification
+from nystrom_models.data.glue import GLUE_TASKS
+from tests.data.test_glue_files import FOLDERS, glue  # noqa: F401  (a fixture)
+from tests.training import processes
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = "--learning_rate 4e-3 --per_device_train_batch_size 16 --max_train_steps 60 --max_length 32".split()
@@ -74,7 +79,9 @@ def test_two_processes_give_what_one_gives(mrpc, checkpoint, tmp_path):
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     half = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "5"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    # As the README says it, and no more: on a CPU, Accelerate by itself would train two models into one folder.
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment.pop("ACCELERATE_USE_CPU", None)
     subprocess.run(
         [*launch, run_glue.__file__, *paths, *OPTIONS, *options, *half], check=True, env=environment, timeout=500
     )
@@ -157,7 +164,20 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--task_name mrcp", "--task_name must be one of cola, .* but is mrcp"),
+        ("--task_name mrcp", "--task_name must be one of cola, .* or all, but is mrcp"),
+        ("--task_name mrpc --test_ax_file {train}", "--task_name mnli"),
+        ("--task_name mrpc --data_dir {folder} --train_file {train}", "--data_dir alone"),
+        ("--data_dir {folder}", "--task_name, too"),
+        ("--task_name mrpc --start_from_mnli", "--task_name all"),
+        ("--task_name all --no_do_train", "leave out --push_to_hub and --no_do_train"),
+        ("--no_do_train", "--validation_file or --test_file"),
+        ("--multi_label --do_regression", "not both"),
+        ("--keep_best_only", "of a --grid"),
+        ("--eval_strategy no --load_best_model_at_end", "--eval_strategy epoch"),
+        (
+            "--task_name mrpc --train_file {train} --validation_file {train} --metric_for_best_model recall",
+            "Nothing is known of the metric 'recall'",
+        ),
         ("--task_name mrpc --do_regression", "leave out"),
         ("--task_name mrpc --train_file {train}", "--validation_file"),
         ("--task_name mrpc --validation_file {train}", "--train_file"),
@@ -213,6 +233,7 @@ def test_a_grid_over_rates_and_seeds(checkpoint, pairs, write_rows, tmp_path, ca
     assert good["validation"]["accuracy"]["mean"] == pytest.approx(sum(runs) / 2)
     assert good["validation"]["accuracy"]["std"] == pytest.approx(abs(runs[0] - runs[1]) / 2**0.5)
     assert "* learning_rate=0.004: accuracy" in capsys.readouterr().out
+    assert outcome["best_run"] in good["runs"] and outcome["metric"] == "combined_score"
     # Run again with one more rate: what is finished is not repeated.
     finished = tmp_path / "output" / good["runs"][1] / "model.safetensors"
     before = finished.stat().st_mtime_ns
@@ -220,6 +241,56 @@ def test_a_grid_over_rates_and_seeds(checkpoint, pairs, write_rows, tmp_path, ca
     assert again["grid"][0] == good and finished.stat().st_mtime_ns == before
     run(checkpoint, tmp_path, *options[:-2], "learning_rate=4e-3", "seed=1", "--weight_decay", "0.5")
     assert finished.stat().st_mtime_ns != before
+
+
+def test_a_grid_does_not_take_over_results_of_other_flags_or_data(checkpoint, pairs, write_rows, tmp_path, capsys):
+    """As those of a smoke run; nor those of a file or a model that has changed since."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    rows = write_rows(pairs(64))
+    options = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows, "--max_train_steps", "2"]
+    options += ["--grid", "seed=0"]
+
+    def scored(*more):
+        run(str(model), tmp_path, *options, *more)
+        return json.loads((tmp_path / "output" / "seed=0" / "all_results.json").read_text())["results"]
+
+    smoke = scored("--max_train_samples", "16", "--max_eval_samples", "8")
+    whole = scored()
+    assert whole != smoke and scored() == whole
+    Path(rows).write_text("".join(json.dumps(row | {"label": 1}) + "\n" for row in pairs(64)))
+    changed = scored()
+    assert changed["validation"] != whole["validation"] and scored() == changed
+    weights = load_file(model / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    assert scored()["validation"]["loss"] != changed["validation"]["loss"]
+
+
+def test_the_best_point_of_a_regression_is_that_of_the_least_error(checkpoint, write_rows, filler, tmp_path, capsys):
+    rows = [{"text": f"{filler(3, i)} {('bad', 'good')[i % 2]}", "label": 10.0 * (i % 2)} for i in range(64)]
+    file = write_rows(rows)
+    options = ["--train_file", file, "--validation_file", file, "--do_regression", "--max_train_steps", "20"]
+    outcome, _ = run(checkpoint, tmp_path, *options, "--grid", "learning_rate=1e-9,2e-2", "--keep_best_only")
+    poor, good = outcome["grid"]
+    assert good["validation"]["mse"]["mean"] < poor["validation"]["mse"]["mean"]
+    assert outcome["best"] == good and outcome["metric"] == "mse"
+    assert "* learning_rate=0.02: mse " in capsys.readouterr().out
+    kept = [path.parent.name for path in (tmp_path / "output").glob("*/*.safetensors")]
+    assert kept == [outcome["best_run"]] == good["runs"]
+
+
+def test_a_grid_on_two_processes(checkpoint, pairs, write_rows, tmp_path):
+    """One table, one file, one folder a run; resumed where it was, without what is finished."""
+    rows = write_rows(pairs(64))
+    options = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows, "--max_train_steps", "4"]
+    arguments = ["--model_name_or_path", checkpoint, "--output_dir", f"{tmp_path}/two", "--cache_dir", f"{tmp_path}/c"]
+    arguments += [*OPTIONS, *options, "--per_device_train_batch_size", "8", "--grid", "seed=0,1"]
+    codes, log = processes.run(run_glue.main, arguments, folder=tmp_path, num_processes=2)
+    assert codes == [0, 0], log[-3000:]
+    assert log.count("* 2 seeds: accuracy") == 1
+    one, _ = run(checkpoint, tmp_path, *options, "--grid", "seed=0,1")
+    two = json.loads((tmp_path / "two" / "all_results.json").read_text())["results"]
+    for name, score in one["best"]["validation"].items():
+        assert two["best"]["validation"][name] == pytest.approx(score, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -231,3 +302,114 @@ def test_a_wrong_grid_is_named(grid, message, checkpoint, pairs, write_rows, tmp
     files = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows]
     with pytest.raises(ValueError, match=message):
         run(checkpoint, tmp_path, *files, "--grid", grid)
+
+
+def test_a_task_from_glues_own_files(checkpoint, glue, tmp_path):  # noqa: F811
+    """CoLA: without a header, with quotes that are text."""
+    folder = glue / "CoLA"
+    files = ["--train_file", f"{folder}/train.tsv", "--validation_file", f"{folder}/dev.tsv"]
+    files += ["--test_file", f"{folder}/test.tsv"]
+    options = ["--task_name", "cola", "--per_device_train_batch_size", "4", "--max_train_steps", "2"]
+    results, _ = run(checkpoint, tmp_path, *options, *files)
+    assert results["validation"].keys() == {"loss", "matthews_correlation"}
+    assert len((tmp_path / "output" / "CoLA.tsv").read_text().splitlines()) == 6
+    same, _ = run(checkpoint, tmp_path / "folder", *options, "--data_dir", str(glue))
+    assert same["validation"] == results["validation"]
+
+
+def test_all_tasks_and_their_average(checkpoint, glue, tmp_path, capsys):  # noqa: F811
+    options = ["--task_name", "all", "--data_dir", str(glue), "--start_from_mnli", "--eval_strategy", "no"]
+    small = ["--per_device_train_batch_size", "4", "--max_train_steps", "1", "--max_length", "16"]
+    results, written = run(checkpoint, tmp_path, *options, *small)
+    assert written["results"] == results and set(results["scores"]) == set(GLUE_TASKS) == set(FOLDERS)
+    scores = results["scores"]
+    stsb = results["tasks"]["stsb"]["validation"]
+    assert scores["stsb"] == (stsb["pearson"] + stsb["spearmanr"]) / 2
+    mnli = results["tasks"]["mnli"]["validation"]
+    assert scores["mnli"] == (mnli["validation_matched/accuracy"] + mnli["validation_mismatched/accuracy"]) / 2
+    assert results["average"] == pytest.approx(sum(scores.values()) / 9)
+    assert f"average {100 * results['average']:.1f}" in capsys.readouterr().out
+    # All files of a submission, the diagnostic set by the model of MNLI.
+    names = {file for task in GLUE_TASKS.values() for file in task.prediction_files.values()}
+    submission = {path.name: path.read_text().splitlines() for path in (tmp_path / "output" / "submission").iterdir()}
+    assert submission.keys() == names and {len(lines) for lines in submission.values()} == {6}
+    assert {line.split("\t")[1] for line in submission["AX.tsv"][1:]} <= set(GLUE_TASKS["mnli"].label_names)
+    begun = {
+        task: json.loads((tmp_path / "output" / task / "all_results.json").read_text())["arguments"][
+            "model_name_or_path"
+        ]
+        for task in GLUE_TASKS
+    }
+    assert {task for task, model in begun.items() if model.endswith("output/mnli")} == {"rte", "mrpc", "stsb"}
+    # Again: nothing is repeated.
+    before = (tmp_path / "output" / "qnli" / "model.safetensors").stat().st_mtime_ns
+    again, _ = run(checkpoint, tmp_path, *options, *small)
+    assert again == results
+    assert (tmp_path / "output" / "qnli" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_finished_model_is_scored_and_predicts_without_training(mrpc, checkpoint, pairs, write_rows, tmp_path):
+    folder, results, _, options = mrpc
+    files = options[options.index("--validation_file") :]
+    before = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    scored, written = run(
+        str(folder), tmp_path, "--task_name", "mrpc", *files, "--no_do_train", "--max_predict_samples", "9"
+    )
+    assert scored == written["results"] == {"validation": pytest.approx(results["validation"], rel=1e-5)}
+    lines = (tmp_path / "output" / "MRPC.tsv").read_text().splitlines()
+    assert lines == (folder / "MRPC.tsv").read_text().splitlines()[:10]
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["MRPC.tsv", "all_results.json"]
+    assert before == {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    # Classes in another order than the task's.
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.classifier.out_proj.parameters():
+            parameter.copy_(parameter.flip(0))
+    model.config.id2label = {0: "equivalent", 1: "not_equivalent"}
+    model.config.label2id = {"equivalent": 0, "not_equivalent": 1}
+    model.save_pretrained(tmp_path / "turned")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "turned")
+    turned, _ = run(str(tmp_path / "turned"), tmp_path / "again", "--task_name", "mrpc", *files, "--no_do_train")
+    assert turned["validation"] == pytest.approx(results["validation"], rel=1e-5)
+    # What was never fine-tuned would only give noise.
+    with pytest.raises(ValueError, match=r"--no_do_train needs a model that was fine-tuned.*classifier"):
+        run(checkpoint, tmp_path, "--task_name", "mrpc", *files, "--no_do_train")
+
+
+def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
+    words = ("good", "bad", "year")
+    rows = []
+    for i in range(160):
+        chosen = [word for bit, word in enumerate(words) if i >> bit & 1]
+        rows.append({"text": f"{filler(3, i)} {' '.join(chosen)}", "label": chosen})
+    file = write_rows(rows)
+    files = ["--train_file", file, "--validation_file", file, "--test_file", file, "--max_train_steps", "150"]
+    results, _ = run(checkpoint, tmp_path, *files, "--multi_label", "--eval_strategy", "no")
+    assert results["validation"]["micro_f1"] > 0.95 and results["validation"]["exact_match"] > 0.9
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "output")
+    assert model.config.problem_type == "multi_label_classification" and model.config.label2id["year"] == 2
+    lines = (tmp_path / "output" / "test_predictions.tsv").read_text().splitlines()[1:]
+    right = [
+        line == f"{i}\t{','.join(sorted(row['label']))}" for i, (line, row) in enumerate(zip(lines, rows, strict=True))
+    ]
+    assert sum(right) / len(right) == results["test"]["exact_match"]
+
+
+def test_the_best_model_is_left_and_training_ends_early(checkpoint, pairs, write_rows, tmp_path, capsys):
+    rows = write_rows(pairs(64))
+    options = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows, "--max_train_steps", "200"]
+    options += ["--eval_strategy", "steps", "--eval_steps", "4", "--metric_for_best_model", "loss"]
+    options += ["--learning_rate", "2e-2", "--load_best_model_at_end", "--early_stopping_patience", "3"]
+    results, _ = run(checkpoint, tmp_path, *options, "--language", "en", "--license", "apache-2.0")
+    history = [json.loads(line) for line in (tmp_path / "output" / "history.jsonl").read_text().splitlines()]
+    held_out = {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}
+    best = min(held_out, key=held_out.get)
+    assert results["train"]["best_step"] == best < results["train"]["steps"] < 200
+    assert results["validation"]["loss"] == pytest.approx(held_out[best], rel=1e-4)
+    assert f"The model of step {best} is the best one, by loss" in capsys.readouterr().out
+    scored, _ = run(
+        f"{tmp_path}/output", tmp_path / "again", "--task_name", "mrpc", "--validation_file", rows, "--no_do_train"
+    )
+    assert scored["validation"]["loss"] == pytest.approx(held_out[best], rel=1e-4)
+    card = (tmp_path / "output" / "README.md").read_text()
+    assert "language: en" in card and "license: apache-2.0" in card

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding
 
 import nystrom_models
-from nystrom_models.data import eval_dataloader, train_dataloader, train_tokenizer
+from nystrom_models.data import RowLoader, eval_dataloader, train_tokenizer
 from nystrom_models.training import (
     ClassificationObjective,
     OptimizationArguments,
@@ -76,12 +76,12 @@ def classifier(rows, tokenizer, tmp_path_factory):
     pad = DataCollatorWithPadding(tokenizer)
 
     def collate(batch):
-        return pad([{name: value for name, value in row.items() if name != "length"} for row in batch])
+        return pad([{name: value for name, value in row.items() if name not in ("length", "epoch")} for row in batch])
 
     examples = Dataset.from_list(examples)
     args = OptimizationArguments(per_device_train_batch_size=16, learning_rate=1e-2, max_train_steps=80)
-    accelerator = create_accelerator(cpu=True)
-    state = train(accelerator, model, ClassificationObjective(), train_dataloader(examples, collate, 16), args)
+    accelerator = create_accelerator()
+    state = train(accelerator, model, ClassificationObjective(), RowLoader(examples, collate, 16), args)
     loader = eval_dataloader(examples, collate, 32)
     scores = evaluate(accelerator, state.model, ClassificationObjective(), loader)
     save_pretrained(accelerator, state.model, tokenizer, folder)

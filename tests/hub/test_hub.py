@@ -143,6 +143,38 @@ def test_a_script_pushes_what_its_run_leaves(hub, client, rows, fill_mask, tmp_p
     assert answers["ada/talk"][1][0]["label"] in ("weather", "music")
 
 
+RUN_REFUSED = """
+import json, sys
+sys.path.insert(0, json.loads(sys.argv[1])[0])
+import run_imdb
+
+try:
+    run_imdb.main(json.loads(sys.argv[1])[1:])
+except PermissionError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_the_hub_is_asked_before_training_and_gets_every_checkpoint(hub, client, rows, fill_mask, tmp_path):
+    file, output = tmp_path / "rows.jsonl", tmp_path / "talk"
+    rows.to_json(file)
+    options = ["--train_file", file, "--validation_file", file, "--model_name_or_path", fill_mask]
+    options += ["--per_device_train_batch_size", 16, "--max_train_steps", 6, "--output_dir", output, "--push_to_hub"]
+    refused = client(RUN_REFUSED, str(EXAMPLES), *map(str, options), "--hub_token", "expired", token="")
+    assert "refused the token for talk" in refused and not output.exists()
+
+    options += ["--hub_token", "token-of-ada", "--checkpointing_steps", 2, "--hub_strategy", "every_save"]
+    options += ["--logging_steps", 1]
+    client(RUN, str(EXAMPLES), *map(str, options), token="")
+    talk = hub.repositories["ada/talk"]
+    commits = list(talk.commits.values())
+    weights = [files["model.safetensors"].content for files in commits if "model.safetensors" in files]
+    assert len(commits) == 1 + 3 + 1 and len(set(weights)) == 3  # the last checkpoint's are the final ones
+    assert {"config.json", "tokenizer.json", "history.jsonl"} <= commits[1].keys()
+    assert not {"optimizer.bin", "progress.json", "manifest.json"} & talk.files.keys()
+    assert not any("/" in name or name.startswith("random_states") for name in talk.files)
+
+
 def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path):
     wrong_card = tmp_path / "wrong-card"
     shutil.copytree(classifier, wrong_card)
@@ -168,7 +200,7 @@ def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path)
         (wrong, "PermissionError", ("refused the token for ada/wrong", "HF_TOKEN", "Invalid credentials")),
         (foreign, "PermissionError", ("may not write to grace/foreign", "--hub_model_id")),
         (bad_name, "ValueError", ("--hub_model_id 'ada/no:name'",)),
-        (lost, "ConnectionError", (f"upload of {classifier} to ada/lost did not finish", "the folder is unchanged")),
+        (lost, "ConnectionError", (f"upload of {classifier} to ada/lost did not finish: the folder is unchanged",)),
         (card, "ValueError", ("Invalid metadata in README.md", "model_index")),
         (other, "RepositoryNotFoundError", ("ada/hidden",)),
     ):

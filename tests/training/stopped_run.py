@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run that may be stopped from within; run by test_checkpoints.py as a process of its own.
-
-Arguments: folder with texts.json and tokenizer, folder of the run, family, how to stop, --resume_from_checkpoint.
-"""
+"""A training run that may be stopped, from within or from outside, run by test_checkpoints.py in its own processes."""
 
 import json
 import os
 import signal
-import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from datasets import Dataset
 from transformers import AutoTokenizer
 
-from nystrom_models.data import PretrainingCollator, pretraining_dataset, train_dataloader
+from nystrom_models.data import PretrainingCollator, RowLoader, load_files, pretraining_dataset, pretraining_stream
 from nystrom_models.training import (
     CheckpointArguments,
     OptimizationArguments,
@@ -26,6 +23,16 @@ from nystrom_models.training import (
 from tests.training.models import tiny_model
 
 STEPS, EVERY = 14, 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained on what."""
+
+    family: str = "linformer"
+    data: str = "rows"  # rows, tokens, or a stream of so many files: stream1, stream2, ...
+    num_processes: int = 1
+    num_workers: int = 0
 
 
 class StoppingObjective(PretrainingObjective):
@@ -41,43 +48,63 @@ class StoppingObjective(PretrainingObjective):
         return super().losses(outputs)
 
 
-def main(data, folder, family, stop, resume):
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(data)
-    with open(f"{data}/texts.json") as file:
-        texts = json.load(file)
-    # 5 steps an epoch: checkpoints fall within epochs and between logs, and dropout draws random numbers.
-    examples = pretraining_dataset(Dataset.from_dict({"text": texts[:40]}), tokenizer, 40).select(range(40))
-    model = tiny_model(family, tokenizer, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
-    objective = PretrainingObjective()
+def objective_that(stop, rank, data):
+    """The objective of a run that stops; in one process of several, which is enough."""
+    if rank != 0 and stop != "term-other":
+        return PretrainingObjective()
     if stop == "kill-in-a-step":
-        objective = StoppingObjective(signal.SIGKILL, 10)
-    elif stop == "term":
-        objective = StoppingObjective(signal.SIGTERM, 7)
-    elif stop == "kill-while-saving":
-        sync, left = checkpoints._sync, [9]
+        return StoppingObjective(signal.SIGKILL, 30 if data == "tokens" else 10)  # three micro-batches a step
+    if stop == "kill-while-saving":
+        sync = checkpoints._sync
 
         def stopping_sync(path):
-            left[0] -= 1
-            if left[0] == 0:
+            if path.parent.name == ".checkpoint-8.partial" and path.name == "optimizer.bin":
                 os.kill(os.getpid(), signal.SIGKILL)
             sync(path)
 
         checkpoints._sync = stopping_sync
-    accelerator = create_accelerator(cpu=True)
+    if stop in ("term", "int", "usr1"):
+        return StoppingObjective({"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}[stop], 7)
+    if stop == "term-other" and rank == 1:
+        return StoppingObjective(signal.SIGTERM, 7)
+    return PretrainingObjective()
+
+
+def make_loader(run, data, tokenizer):
+    """Epochs of about 5 steps of 8 rows: checkpoints fall within epochs and between logs."""
+    collator = PretrainingCollator(tokenizer)
+    options = {"num_workers": run.num_workers}
+    micro_batch = 8 // run.num_processes
+    if run.data.startswith("stream"):
+        files = sorted(Path(data).glob(f"{run.data}-*.txt"))
+        documents = load_files(files, streaming=True, cache_dir=f"{data}/cache")
+        return pretraining_stream(
+            documents, tokenizer, collator, 40, per_device_train_batch_size=micro_batch, buffer_size=12, **options
+        )
+    documents = load_files(f"{data}/stream1-0.txt", cache_dir=f"{data}/cache")
+    rows = pretraining_dataset(documents, tokenizer, 40)
+    if run.data == "tokens":
+        return RowLoader(rows, collator, 3, tokens_per_step=240, **options)
+    return RowLoader(rows, collator, micro_batch, **options)
+
+
+def main(run, data, folder, stop="", resume=None):
+    """Trains, and leaves the history and the final model in `folder`."""
+    tokenizer = AutoTokenizer.from_pretrained(data)
+    accelerator = create_accelerator()
+    model = tiny_model(run.family, tokenizer, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
     state = train(
         accelerator,
         model,
-        objective,
-        train_dataloader(examples, PretrainingCollator(tokenizer), 8),
-        OptimizationArguments(8, learning_rate=1e-3, max_train_steps=STEPS),
+        objective_that(stop, accelerator.process_index, run.data),
+        make_loader(run, data, tokenizer),
+        OptimizationArguments(8 // run.num_processes, learning_rate=1e-3, max_train_steps=STEPS),
         logging_steps=3,
-        checkpoints=CheckpointArguments(folder, EVERY, resume_from_checkpoint=resume or None),
+        checkpoints=CheckpointArguments(folder, EVERY, resume_from_checkpoint=resume),
+        save_model=lambda model, path: save_pretrained(accelerator, model, tokenizer, path),
     )
     save_pretrained(accelerator, state.model, tokenizer, f"{folder}/final")
-    with open(f"{folder}/result.json", "w") as file:
-        json.dump({"history": state.history, "interrupted": state.interrupted, "step": state.step}, file)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if accelerator.is_main_process:
+        result = {"history": state.history, "interrupted": state.interrupted, "step": state.step}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    assert torch.initial_seed() == accelerator.process_index  # dropout differs between processes

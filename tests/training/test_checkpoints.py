@@ -3,16 +3,16 @@ import errno
 import functools
 import json
 import os
+import random
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from nystrom_models.data import PretrainingCollator, train_dataloader
+from nystrom_models.data import PretrainingCollator, RowLoader
 from nystrom_models.training import (
     CheckpointArguments,
     OptimizationArguments,
@@ -22,24 +22,27 @@ from nystrom_models.training import (
     list_checkpoints,
     train,
 )
-from tests.training import stopped_run
+from tests.training import processes, stopped_run
 from tests.training.models import tiny_model
-
-ROOT = Path(__file__).parents[2]
+from tests.training.stopped_run import Run
 
 
 @pytest.fixture(scope="module")
 def data(texts, tokenizer, tmp_path_factory):
+    """A tokenizer, and the documents in one, two and five files of unequal sizes."""
     folder = tmp_path_factory.mktemp("data")
     tokenizer.save_pretrained(folder)
-    (folder / "texts.json").write_text(json.dumps(texts))
-    return folder
+    for num_files in (1, 2, 5):
+        borders = [round(50 * (i / num_files) ** 2) for i in range(num_files + 1)]
+        for i in range(num_files):
+            part = texts[borders[i] : borders[i + 1]]
+            (folder / f"stream{num_files}-{i}.txt").write_text("\n\n".join(part) + "\n")
+    return str(folder)
 
 
-def run(data, folder, family, stop="", resume=""):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    command = [sys.executable, stopped_run.__file__, str(data), str(folder), family, stop, resume]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+def start(kind, data, folder, stop="", resume=None):
+    arguments = (kind, data, str(folder), stop, resume)
+    return processes.run(stopped_run.main, *arguments, folder=folder, num_processes=kind.num_processes)
 
 
 def outcome(folder):
@@ -51,52 +54,113 @@ def outcome(folder):
 
 @pytest.fixture(scope="module")
 def unstopped(data, tmp_path_factory):
-    """What a run of a family gives that nothing stops."""
+    """What a run gives that nothing stops."""
 
     @functools.cache
-    def results(family):
-        folder = tmp_path_factory.mktemp(family)
-        done = run(data, folder, family)
-        assert done.returncode == 0, done.stderr[-2000:]
+    def results(kind):
+        folder = tmp_path_factory.mktemp("unstopped")
+        codes, log = start(kind, data, folder)
+        assert codes == [0] * kind.num_processes, log[-3000:]
         return outcome(folder)
 
     return results
 
 
-@pytest.mark.parametrize(
-    ("family", "stop", "last"),
-    [
-        ("nystromformer", "kill-in-a-step", 8),
-        ("linformer", "kill-in-a-step", 8),
-        ("linformer", "kill-while-saving", 4),
-        ("nystromformer", "term", 7),
-    ],
-)
-def test_resumed_run_is_bit_for_bit_the_unstopped_one(family, stop, last, data, unstopped, tmp_path):
-    stopped = run(data, tmp_path, family, stop)
-    if stop == "term":
-        assert stopped.returncode == 0, stopped.stderr[-2000:]
-        assert outcome(tmp_path)[0]["interrupted"] and outcome(tmp_path)[0]["step"] == last
-    else:
-        assert stopped.returncode == -signal.SIGKILL
-    assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-{last}"
-    resumed = run(data, tmp_path, family, resume="latest")
-    assert resumed.returncode == 0, resumed.stderr[-2000:]
-    assert f"Going on from {tmp_path / f'checkpoint-{last}'}" in resumed.stdout
-    (result, weights), (expected, expected_weights) = outcome(tmp_path), unstopped(family)
-    assert result == expected
+def assert_equal_outcomes(folder, expected):
+    (result, weights), (expected_result, expected_weights) = outcome(folder), expected
+    assert result == expected_result
     assert weights.keys() == expected_weights.keys()
     assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def short_run(tokenizer, examples, folder, steps=6, accelerator=None, **options):
-    rate = options.pop("learning_rate", 1e-3)
+CASES = [
+    (Run("nystromformer"), "kill-in-a-step", 8),
+    (Run(), "kill-while-saving", 4),
+    (Run("nystromformer"), "term", 7),
+    (Run(num_workers=2), "int", 7),
+    (Run(data="tokens"), "kill-in-a-step", 8),
+    (Run(num_processes=2), "kill-in-a-step", 8),
+    (Run(data="stream1"), "kill-in-a-step", 8),
+    (Run(data="stream5", num_workers=1), "term", 7),
+    (Run(data="stream1", num_processes=2), "term-other", 7),
+    (Run(data="stream2", num_processes=2), "kill-in-a-step", 8),
+    (Run("nystromformer", "stream5", 2), "kill-while-saving", 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "last"),
+    CASES,
+    ids=lambda value: f"{value.data}-{value.num_processes}" if isinstance(value, Run) else str(value),
+)
+def test_resumed_run_is_bit_for_bit_the_unstopped_one(kind, stop, last, data, unstopped, tmp_path):
+    codes, log = start(kind, data, tmp_path, stop)
+    if stop.startswith(("term", "int")):
+        assert codes == [0] * kind.num_processes, log[-3000:]
+        assert outcome(tmp_path)[0]["interrupted"] and outcome(tmp_path)[0]["step"] == last
+    else:
+        assert codes[0] == -signal.SIGKILL
+    assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-{last}"
+    codes, log = start(kind, data, tmp_path, resume="latest")
+    assert codes == [0] * kind.num_processes, log[-3000:]
+    assert f"Going on from {tmp_path / f'checkpoint-{last}'}" in log
+    assert_equal_outcomes(tmp_path, unstopped(kind))
+    # What was logged while it ran, and what a reader of the files finds, is the same.
+    rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 6, 9, 12, 14]
+
+
+def test_a_signal_may_ask_to_save_and_go_on(data, unstopped, tmp_path):
+    codes, log = start(Run("nystromformer"), data, tmp_path, "usr1")
+    assert codes == [0], log[-3000:]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (4, 7, 8, 12)]
+    assert_equal_outcomes(tmp_path, unstopped(Run("nystromformer")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "kind", [Run(), Run(num_processes=2), Run(data="stream2"), Run(data="stream5", num_processes=2)], ids=str
+)
+def test_stopped_at_random_moments_again_and_again(kind, number, data, unstopped, tmp_path):
+    """A run of about a second, several times over, until it was stopped ten times in all."""
+    expected, rng, stops, rounds = unstopped(kind), random.Random(f"{kind}{number}"), 0, 0
+    while stops < 10:
+        rounds, folder = rounds + 1, tmp_path / str(rounds)
+        folder.mkdir()
+        while True:
+            started, _ = processes.start(
+                stopped_run.main, (kind, data, str(folder), "", "latest"), folder, kind.num_processes
+            )
+            time.sleep(rng.uniform(0.2, 1.5))
+            victims = started if number == signal.SIGTERM else [rng.choice(started)]
+            alive = [process for process in victims if process.exitcode is None]
+            for process in alive:
+                os.kill(process.pid, number)
+            stops += bool(alive)
+            processes.finish(started)
+            if (folder / "result.json").is_file() and not outcome(folder)[0]["interrupted"]:
+                break
+            (folder / "result.json").unlink(missing_ok=True)
+        assert_equal_outcomes(folder, expected)
+
+
+def short_run(tokenizer, examples, folder, steps=6, accelerator=None, learning_rate=1e-3, micro_batch=8, **options):
+    optimization = {name: options.pop(name) for name in ("weight_decay", "tokens_per_step") if name in options}
+    accumulation = 8 // micro_batch
     return train(
-        accelerator or create_accelerator(cpu=True),
-        tiny_model("linformer", tokenizer),
+        accelerator or create_accelerator(),
+        options.pop("model", None) or tiny_model("linformer", tokenizer),
         PretrainingObjective(),
-        train_dataloader(examples, PretrainingCollator(tokenizer), 8),
-        OptimizationArguments(8, learning_rate=rate, max_train_steps=steps),
+        RowLoader(examples, PretrainingCollator(tokenizer), micro_batch, accumulation),
+        OptimizationArguments(
+            micro_batch,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=learning_rate,
+            max_train_steps=steps,
+            **optimization,
+        ),
+        settings=options.pop("settings", None),
         checkpoints=CheckpointArguments(str(folder), 2, **options),
     )
 
@@ -125,20 +189,38 @@ def test_missing_checkpoint(tmp_path):
         find_checkpoint(CheckpointArguments(str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-3")))
 
 
-def test_run_must_go_on_as_it_began(tokenizer, examples, tmp_path):
+def test_a_checkpoint_is_a_model(data, tmp_path):
+    """That `from_pretrained` loads, with its tokenizer and its logged figures."""
+    codes, log = start(Run(num_processes=2), data, tmp_path)
+    assert codes == [0, 0], log[-3000:]
+    checkpoint = tmp_path / "checkpoint-12"
+    model, info = AutoModelForMaskedLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    batch = AutoTokenizer.from_pretrained(checkpoint)("First the [MASK].", return_tensors="pt")
+    assert torch.isfinite(model(**batch).logits).all()
+    assert len((checkpoint / "history.jsonl").read_text().splitlines()) == 4
+
+
+def test_an_earlier_run_in_the_same_folder_is_not_taken_for_this_one(tokenizer, examples, tmp_path):
+    """Nor by --resume_from_checkpoint latest later on."""
     short_run(tokenizer, examples, tmp_path)
-    with pytest.raises(ValueError, match=r"--learning_rate = 0\.001, and this run has 0\.002"):
-        short_run(tokenizer, examples, tmp_path, learning_rate=2e-3, resume_from_checkpoint="latest")
+    with pytest.raises(ValueError, match=r"earlier run, checkpoint-2, .*latest.*--overwrite_output_dir"):
+        short_run(tokenizer, examples, tmp_path, steps=4)
+    short_run(tokenizer, examples, tmp_path, steps=4, overwrite_output_dir=True)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 1
+    with pytest.raises(ValueError, match="give one of them"):
+        CheckpointArguments(str(tmp_path), resume_from_checkpoint="latest", overwrite_output_dir=True)
 
 
 def test_oldest_checkpoints_are_removed(tokenizer, examples, tmp_path):
     short_run(tokenizer, examples, tmp_path, steps=10, checkpoints_total_limit=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-10"]
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-8"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-8", "history.jsonl"]
 
 
 def test_full_disk_leaves_the_checkpoint_before(tokenizer, examples, tmp_path, monkeypatch):
-    accelerator = create_accelerator(cpu=True)
+    accelerator = create_accelerator()
     save_state, calls = accelerator.save_state, []
 
     def failing_save_state(folder, **options):

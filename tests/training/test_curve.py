@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import math
 
 import matplotlib.image
 import pytest
@@ -28,7 +29,12 @@ def test_nothing_to_draw(tmp_path):
 
 
 def test_histories_are_read_from_finished_runs(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--output_dir of a finished run"):
+    with pytest.raises(FileNotFoundError, match="--output_dir of a run"):
         read_history(tmp_path)
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HISTORY[1:]))
-    assert read_history(tmp_path) == HISTORY[1:]
+    # A last line that was cut off by a crash is left out.
+    with open(tmp_path / "history.jsonl", "a") as file:
+        file.write('{"step": 3, "los')
+    rows = read_history(tmp_path)
+    assert [row["step"] for row in rows] == [2, 2] and math.isnan(rows[0]["sop_loss"])
+    assert rows[1] == HISTORY[2]

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from nystrom_models.data import (
     ClassificationCollator,
     PretrainingCollator,
+    RowLoader,
     classification_dataset,
     eval_dataloader,
     pretraining_dataset,
-    train_dataloader,
 )
 from nystrom_models.training import (
     ClassificationObjective,
@@ -38,7 +38,7 @@ def pretrain(accelerator, family, tokenizer, texts, folder):
     batch_size = TOTAL_BATCH_SIZE // accelerator.num_processes
     args = OptimizationArguments(batch_size, learning_rate=1e-3, max_train_steps=STEPS)
     model = tiny_model(family, tokenizer).double()
-    loader = train_dataloader(examples, collator, batch_size, TOTAL_BATCH_SIZE)
+    loader = RowLoader(examples, collator, batch_size)
     state = train(accelerator, model, PretrainingObjective(), loader, args, logging_steps=1)
     # 37 rows: neither the batch size nor the number of processes divides it.
     loader = eval_dataloader(examples.select(range(37)), collator, 5)
@@ -55,7 +55,7 @@ def finetune(accelerator, family, tokenizer, texts):
     args = OptimizationArguments(batch_size, learning_rate=1e-3, max_train_steps=STEPS)
     model = tiny_model(family, tokenizer, "classification", num_labels=3).double()
     collator = ClassificationCollator(tokenizer)
-    loader = train_dataloader(encoded, collator, batch_size, TOTAL_BATCH_SIZE)
+    loader = RowLoader(encoded, collator, batch_size)
     state = train(accelerator, model, ClassificationObjective(), loader, args, logging_steps=1)
     loader = eval_dataloader(encoded.select(range(37)), collator, 5)
     scores = evaluate(accelerator, state.model, ClassificationObjective(), loader)
@@ -64,7 +64,7 @@ def finetune(accelerator, family, tokenizer, texts):
 
 def run(folder):
     """What pretraining and fine-tuning of each family gave."""
-    accelerator = create_accelerator(cpu=True)
+    accelerator = create_accelerator()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with open(f"{folder}/texts.json") as file:
         texts = json.load(file)

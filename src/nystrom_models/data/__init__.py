@@ -5,22 +5,28 @@ from .classification import ClassificationCollator, TextTask, classification_dat
 from .docstrings import load_docstrings
 from .files import load_files
 from .glue import GLUE_TASKS, load_glue
-from .loading import eval_dataloader, train_dataloader
-from .pretraining import PretrainingCollator, pretraining_dataset
+from .loading import RowLoader, Step, TrainingLoader, eval_dataloader
+from .masking import PretrainingCollator
+from .pretraining import pretraining_dataset
+from .streams import StreamLoader, pretraining_stream
 from .tokenization import TextBatches, train_tokenizer
 
 __all__ = [
     "GLUE_TASKS",
     "ClassificationCollator",
     "PretrainingCollator",
+    "RowLoader",
+    "Step",
+    "StreamLoader",
     "TextBatches",
     "TextTask",
+    "TrainingLoader",
     "classification_dataset",
     "eval_dataloader",
     "load_docstrings",
     "load_files",
     "load_glue",
     "pretraining_dataset",
-    "train_dataloader",
+    "pretraining_stream",
     "train_tokenizer",
 ]

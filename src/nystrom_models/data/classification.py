@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples for sequence classification and regression."""
+"""Examples for sequence classification, with one label or several, and regression."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
@@ -20,7 +21,10 @@ class TextTask:
     label_column: str = "label"
     label_names: tuple[str, ...] | None = None  # in the order of their ids; None: those of the training set
     regression: bool = False  # the label is a number
+    multi_label: bool = False  # the label is a list of classes, or a text in which `label_delimiter` parts them
+    label_delimiter: str = ","
     metric: str = "classification"  # configuration of the metric module
+    best_metric: str = "accuracy"  # what says which of several models is better
     prediction_names: tuple[str, ...] | None = None  # how prediction files write the classes; None: by label_names
     prediction_files: Mapping[str, str] = field(default_factory=dict)  # by split
 
@@ -39,16 +43,41 @@ def require_column(dataset: Dataset, column: str, where: str) -> None:
         row += len(batch)
 
 
-def _label_values(dataset: Dataset, column: str, labels: Sequence[Any]) -> Sequence[Any]:
-    """The labels themselves, by name where the data set numbers them."""
+def _listed(dataset: Dataset, column: str) -> bool:
+    """Whether the labels of a row are a list."""
+    return hasattr(dataset.features[column], "feature")
+
+
+def _label_feature(dataset: Dataset, column: str) -> Any:
     feature = dataset.features[column]
-    return feature.int2str(labels) if isinstance(feature, ClassLabel) else labels
+    return feature.feature if _listed(dataset, column) else feature
 
 
-def class_labels(dataset: Dataset, label_column: str) -> dict[Hashable, int]:
-    """Class ids by label: in the order of the column's `ClassLabel`, else sorted."""
-    feature = dataset.features[label_column]
-    labels = feature.names if isinstance(feature, ClassLabel) else sorted(dataset.unique(label_column))
+def _label_values(dataset: Dataset, column: str, labels: Sequence[Any], delimiter: str | None) -> list[Any]:
+    """The labels themselves, by name where the data set numbers them; lists of them where there are several."""
+    feature = _label_feature(dataset, column)
+    if delimiter is not None and not _listed(dataset, column):
+        labels = [[part.strip() for part in str(label).split(delimiter) if part.strip()] for label in labels]
+    if isinstance(feature, ClassLabel):
+        return [feature.int2str(label) for label in labels]
+    return list(labels)
+
+
+def _unique_labels(dataset: Dataset, column: str, delimiter: str | None) -> Iterator[Hashable]:
+    """Every label that occurs, at least once."""
+    for batch in dataset.select_columns([column]).iter(10_000):
+        for label in _label_values(dataset, column, batch[column], delimiter):
+            yield from label if delimiter is not None else (label,)
+
+
+def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = None) -> dict[Hashable, int]:
+    """Class ids by label: in the order of the column's `ClassLabel`, else sorted. With a `delimiter`, of rows with
+    several labels each, in a list or in a text that it parts."""
+    feature = _label_feature(dataset, label_column)
+    if isinstance(feature, ClassLabel):
+        labels = feature.names
+    else:
+        labels = sorted(set(_unique_labels(dataset, label_column, delimiter)))
     return {label: i for i, label in enumerate(labels)}
 
 
@@ -75,7 +104,9 @@ def classification_dataset(
     label_names: Sequence[str] | Mapping[Hashable, int] | None = None,
     regression: bool = False,
     truncation_strategy: TruncationStrategy = "head",
+    label_delimiter: str | None = None,
     num_proc: int | None = None,
+    load_from_cache_file: bool = True,
     desc: str = "Tokenizing",
     where: str = "the data set",
 ) -> Dataset:
@@ -90,13 +121,15 @@ def classification_dataset(
         label_names: the classes in the order of their ids, or ids by label; the labels are ids if not given.
         regression: the label is a number.
         truncation_strategy: what is kept of a text that is too long: its `"head"`, its `"tail"`, or half of each.
+        label_delimiter: a row has several labels: a list, or a text that this parts. Needs `label_names`.
         num_proc: processes of `datasets.Dataset.map`.
+        load_from_cache_file: whether its cached result is used.
         desc: text beside the progress bar.
         where: what error messages call the data set.
 
     Returns:
-        Columns `input_ids`, `token_type_ids`, `attention_mask`, `labels` (class ids, or floats for regression) and
-        `length`.
+        Columns `input_ids`, `token_type_ids`, `attention_mask`, `labels` (class ids; floats for regression; a 1.0 or
+        0.0 for each class where a row has several labels), `length` and `index`, the number of the row.
 
     Raises:
         ValueError: if a column does not exist, has another type or lacks a value, a label is none of `label_names`, or
@@ -125,15 +158,14 @@ def classification_dataset(
                     f"{dataset.features[label_column].dtype}."
                 )
         elif ids is not None:
-            labels = dataset.unique(label_column)
-            unknown = set(_label_values(dataset, label_column, labels)) - ids.keys()
+            unknown = set(_unique_labels(dataset, label_column, label_delimiter)) - ids.keys()
             if unknown:
                 raise ValueError(
                     f"The column {label_column!r} of {where} holds {sorted(unknown, key=str)}, which is none of "
                     f"the labels {list(ids)}."
                 )
 
-    def tokenize(batch):
+    def tokenize(batch, indices):
         rows = dict(
             tokenizer(
                 *(batch[column] for column in text_columns),
@@ -153,16 +185,41 @@ def classification_dataset(
                 if not all(map(math.isfinite, labels)):
                     raise ValueError(f"The column {label_column!r} of {where} holds a label that is not finite.")
             elif ids is not None:
-                labels = [ids[label] for label in _label_values(dataset, label_column, labels)]
+                labels = _label_values(dataset, label_column, labels, label_delimiter)
+                if label_delimiter is None:
+                    labels = [ids[label] for label in labels]
+                else:
+                    labels = [[float(name in row) for name in ids] for row in map(set, labels)]
             rows["labels"] = labels
         rows["length"] = [len(row) for row in rows["input_ids"]]
+        rows["index"] = indices
         return rows
 
-    return dataset.map(tokenize, batched=True, remove_columns=dataset.column_names, num_proc=num_proc, desc=desc)
+    return dataset.map(
+        tokenize,
+        batched=True,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        num_proc=num_proc,
+        load_from_cache_file=load_from_cache_file,
+        desc=desc,
+    )
 
 
+@dataclass
 class ClassificationCollator(DataCollatorWithPadding):
-    """Pads the rows of [`classification_dataset`] to the longest of a batch."""
+    """Pads the rows of [`classification_dataset`] to the longest of a batch.
 
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        return super().__call__([{name: row[name] for name in row if name != "length"} for row in features])
+    Args:
+        with_index: add the numbers of the rows, as `predict` needs them and a model does not take them.
+    """
+
+    with_index: bool = False
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        rows = [
+            {name: row[name] for name in (*self.tokenizer.model_input_names, "labels") if name in row}
+            for row in features
+        ]
+        batch = dict(super().__call__(rows))
+        return batch | ({"index": torch.tensor([row["index"] for row in features])} if self.with_index else {})

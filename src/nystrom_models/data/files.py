@@ -14,16 +14,27 @@ import pyarrow.parquet as pq
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-# What each ending is read by, and how. A mixed-type column is an error, and "NA" or "null" in a CSV file is a text.
+# In these, "NA" and "null" are texts; in .tsv files, so are quotes.
+_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+_TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+
+# What each ending is read by, and how. A mixed-type column is an error.
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "paragraph"}),
+    ".json": ("json", {"on_mixed_types": None}),
     ".jsonl": ("json", {"on_mixed_types": None}),
-    ".csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
+    ".csv": ("csv", _CSV),
+    ".tsv": ("csv", {**_CSV, **_TSV}),
     ".parquet": ("parquet", {}),
 }
 
 
-def _ending(path: str) -> str:
+def file_ending(path: str) -> str:
+    """Of a data file, without .gz.
+
+    Raises:
+        ValueError: if it is none that can be read.
+    """
     ending = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if ending not in FORMATS:
         raise ValueError(f"{path} must end in one of {', '.join(FORMATS)}, each also with .gz.")
@@ -34,7 +45,7 @@ def _open(path: str) -> IO[bytes]:
     return gzip.open(path) if path.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
-def _decoded_lines(path: str) -> Iterator[str]:
+def decoded_lines(path: str) -> Iterator[str]:
     """Lines of text; a ValueError names file and line of what is not UTF-8, or says that the file is damaged."""
     number = 0
     try:
@@ -49,32 +60,50 @@ def _decoded_lines(path: str) -> Iterator[str]:
 
 def _check_lines(path: str) -> None:
     """Raises a ValueError with file and line number if a line of the file is malformed."""
-    ending = _ending(path)
-    if ending == ".jsonl":
-        for number, line in enumerate(_decoded_lines(path), start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}, line {number}: not a JSON object but {line.strip()[:40]!r}.")
-    elif ending == ".csv":
-        reader = csv.reader(_decoded_lines(path), strict=True)
-        header: list[str] = []
-        try:
-            for row in reader:
-                header = header or row
-                if row and len(row) != len(header):
-                    raise ValueError(
-                        f"{path}, line {reader.line_num}: {len(row)} fields, but the header has {len(header)}, "
-                        f"{header}."
-                    )
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}.") from error
+    ending = file_ending(path)
+    if ending in (".json", ".jsonl"):
+        first = next(decoded_lines(path), "")
+        (_check_json_list if ending == ".json" and first.lstrip().startswith("[") else _check_json_lines)(path)
+    elif ending in (".csv", ".tsv"):
+        _check_table(path, _TSV if ending == ".tsv" else {})
     elif ending == ".txt":
-        for _ in _decoded_lines(path):
+        for _ in decoded_lines(path):
             pass
+
+
+def _check_json_list(path: str) -> None:
+    try:
+        rows = json.loads("".join(decoded_lines(path)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error}).") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, item {number}: not a JSON object but {str(row)[:40]!r}.")
+
+
+def _check_json_lines(path: str) -> None:
+    for number, line in enumerate(decoded_lines(path), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: not a JSON object but {line.strip()[:40]!r}.")
+
+
+def _check_table(path: str, options: dict[str, Any]) -> None:
+    reader = csv.reader(decoded_lines(path), strict=True, **options)
+    header: list[str] = []
+    try:
+        for row in reader:
+            header = header or row
+            if row and len(row) != len(header):
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: {len(row)} fields, but the header has {len(header)}, {header}."
+                )
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}.") from error
 
 
 def _load(
@@ -108,8 +137,9 @@ def load_files(
     """Reads one file or several of one format as one data set.
 
     Args:
-        paths: `.txt` (column `text`; documents are separated by empty lines), `.jsonl` (one object a line), `.csv`
-            (with a header; an empty field is missing) or `.parquet`, each also compressed as `.gz`; in UTF-8.
+        paths: `.txt` (column `text`; documents are separated by empty lines), `.jsonl` (one object a line), `.json`
+            (the same, or a list of objects), `.csv` or `.tsv` (with a header; an empty field is missing, and in
+            `.tsv` files quotes are text) or `.parquet`, each also compressed as `.gz`; in UTF-8.
         flag: where the paths were given, for error messages.
         cache_dir: where `datasets` keeps its files; its own default if not given.
         streaming: gives an `IterableDataset`, which reads the files when it is gone through, and no `Dataset`.
@@ -125,7 +155,7 @@ def load_files(
     for name in names:
         if not os.path.isfile(name):
             raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
-    endings = {_ending(name) for name in names}
+    endings = {file_ending(name) for name in names}
     if len(endings) > 1:
         raise ValueError(f"The files of {flag} must have one format, but they end in {sorted(endings)}.")
     for name in names:

@@ -1,115 +1,305 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data loaders for training and evaluation."""
+"""Loaders: optimizer steps to train on, from rows that can be counted; and every row once to evaluate on."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
-from torch.utils.data import DataLoader, Sampler
-from transformers.trainer_pt_utils import get_length_grouped_indices
+from datasets import Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]]
 
 
-class LengthGroupedBatches(Sampler[int]):
-    """Indices in random order, rows of about the same length side by side.
+@dataclass
+class Step:
+    """What one process computes of an optimizer step: as many micro-batches as every other process."""
 
-    As Transformers' `LengthGroupedSampler`, but the batches come in random order, not from long to short, and the
-    order is a function of `seed` and the epoch.
+    batches: Sequence[Mapping[str, Tensor]]
+    num_rows: list[int]  # of each; 0 where there is nothing left for this process, and its batch does not count
+    position: dict[str, Any]  # where the step after it begins, for `steps()` of the loader
+    where: str = ""  # what it is made of, in words
+
+    def pin_memory(self) -> "Step":
+        """Called by PyTorch's data loader."""
+        batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.batches]
+        return replace(self, batches=batches)
+
+
+class TrainingLoader(Protocol):
+    """Optimizer steps without end, from any position."""
+
+    def steps(
+        self,
+        num_processes: int = 1,
+        process_index: int = 0,
+        position: Mapping[str, Any] | None = None,
+        any_process: Callable[[bool], bool] = bool,
+    ) -> Iterator[Step]:
+        """The steps of one process, from the first or from a `position` that [`merge`] gave.
+
+        `any_process` tells whether something holds on any process, and is called by all of them alike.
+        """
+
+    def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The position of the run, as JSON values, from those of all processes."""
+
+    def steps_per_epoch(self, num_processes: int = 1) -> float:
+        """Optimizer steps of one pass over the data."""
+
+    def step_size(self, num_processes: int = 1) -> str:
+        """What an optimizer step consists of, in words."""
+
+    def summary(self, num_steps: int, num_processes: int = 1) -> str:
+        """What a run of so many steps trains on, in words."""
+
+
+# Seconds that a worker goes on after SIGTERM.
+_GRACE = 20
+
+
+def without_signals(worker: int) -> None:
+    """For workers: a signal that reaches all processes of a run is for the one that trains, which then needs a step
+    more of them. SIGTERM is also how Python ends those that are left when it exits: they obey after a while."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):  # not on Windows, where there is no such signal either
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE))
+
+
+def unchanged(item: Any) -> Any:
+    """For data that come as batches already."""
+    return item
+
+
+def deal(rows: Sequence[Any], lengths: Sequence[int], num_groups: int) -> list[list[Any]]:
+    """Divides the rows of a step into groups of equal numbers (± 1), rows of about the same length side by side."""
+    by_length = np.argsort(np.asarray(lengths), kind="stable")
+    return [[rows[i] for i in group] for group in np.array_split(by_length, num_groups)]
+
+
+@dataclass
+class _Plan:
+    groups: list[list[tuple[int, int]]]  # (epoch, row) of every micro-batch of one process
+    rows: int  # how many were trained on when the step is done
+    where: str
+
+
+class _PlannedSteps(torch.utils.data.Dataset):
+    """Collates what a plan names; this is what a worker runs."""
+
+    def __init__(self, dataset: Dataset, collate_fn: Collator):
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __getitems__(self, plan: _Plan) -> Step:
+        batches = []
+        for group in plan.groups:
+            # A process without rows computes what does not count.
+            epochs, indices = zip(*group, strict=True) if group else ((0,), (0,))
+            rows = self.dataset.__getitems__(list(indices))
+            batches.append(self.collate_fn([{**row, "epoch": epoch} for row, epoch in zip(rows, epochs, strict=True)]))
+        return Step(batches, [len(group) for group in plan.groups], {"rows": plan.rows}, plan.where)
+
+
+# Steps among whose rows those of about the same length are sought, with `group_by_length`.
+GROUPED_STEPS = 50
+
+
+@dataclass
+class _Order:
+    rows: np.ndarray  # of an epoch, as they are trained on
+    tokens: np.ndarray  # before each of them
+    ends: np.ndarray | None = None  # of steps, where those are not told by tokens or rows
+
+
+class RowLoader:
+    """Optimizer steps from a data set whose rows can be counted.
+
+    Epochs follow each other without a gap, each a random order of all rows that depends on `seed` and the epoch alone:
+    a step takes the next rows of it, whatever their lengths, so that steps are alike. Within a step, rows of about the
+    same length share a micro-batch. Where a run stands is the number of rows that it has seen: it may go on with
+    another number of processes or another micro-batch.
+
+    Steps of rows of one length would waste less on padding, but be unlike each other: 32 rows of 20 tokens are a small
+    step, 32 rows of 500 a large one, with the same learning rate. Counted in tokens, they may be grouped so.
 
     Args:
-        lengths: one length a row.
-        batch_size: rows of one optimizer step, over all processes and accumulated micro-batches: grouping by it makes
-            the rows of a step the same however they are divided.
+        dataset: rows with a column of lengths.
+        collate_fn: makes a batch of rows, each of which also has its `epoch`.
+        per_device_train_batch_size: rows of one micro-batch; with `tokens_per_step`, at most.
+        gradient_accumulation_steps: micro-batches of a step on each process; without `tokens_per_step`.
+        tokens_per_step: a step takes rows of so many tokens, over all processes, and not a number of rows: a step
+            holds the rows that begin within its share of the tokens.
+        group_by_length: with `tokens_per_step`, a step takes rows of about the same length: many short ones or a few
+            long ones, of as many tokens. The last step of an epoch may then be smaller.
         seed: of the order.
-    """
-
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int = 0):
-        self.lengths = list(lengths)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by Accelerate's data loaders."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        indices = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
-        num_batches = len(indices) // self.batch_size
-        for batch in torch.randperm(num_batches, generator=generator).tolist():
-            yield from indices[batch * self.batch_size : (batch + 1) * self.batch_size]
-        yield from indices[num_batches * self.batch_size :]
-
-
-def train_dataloader(
-    dataset: Dataset,
-    collate_fn: Callable[[Any], Any],
-    per_device_train_batch_size: int,
-    total_train_batch_size: int | None = None,
-    seed: int = 0,
-    length_column: str = "length",
-    num_workers: int = 0,
-) -> DataLoader:
-    """Length-grouped, shuffled batches; the incomplete last one is left out.
-
-    Args:
-        dataset: with a column of lengths.
-        collate_fn: makes a batch of rows.
-        per_device_train_batch_size: rows of one micro-batch.
-        total_train_batch_size: rows of one optimizer step (processes times accumulation steps times the above).
-        seed: of the order.
-        length_column: name of that column.
-        num_workers: processes that collate; 0 collates in this one.
+        num_workers: processes that make batches; 0 makes them in this one.
+        pin_memory: hand batches out in page-locked memory, from which a GPU reads them faster.
+        length_column: name of the column of lengths.
 
     Raises:
-        ValueError: if the data set is smaller than one optimizer step.
+        ValueError: if `tokens_per_step` is less than the longest row.
     """
-    total = total_train_batch_size or per_device_train_batch_size
-    if len(dataset) < total:
-        raise ValueError(
-            f"The training set has {len(dataset)} rows, fewer than the {total} of one optimizer step: lower "
-            "--per_device_train_batch_size or --gradient_accumulation_steps."
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate_fn: Collator,
+        per_device_train_batch_size: int,
+        gradient_accumulation_steps: int = 1,
+        tokens_per_step: int | None = None,
+        group_by_length: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        length_column: str = "length",
+    ):
+        if group_by_length and tokens_per_step is None:
+            raise ValueError("group_by_length makes unequal steps of equal numbers of rows: give tokens_per_step.")
+        if len(dataset) == 0:
+            raise ValueError("The training set is empty.")
+        self.dataset, self.collate_fn = dataset, collate_fn
+        self.micro_batch, self.accumulation = per_device_train_batch_size, gradient_accumulation_steps
+        self.tokens_per_step, self.group_by_length, self.seed = tokens_per_step, group_by_length, seed
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.lengths = np.asarray(dataset[length_column])
+        self.num_tokens = int(self.lengths.sum())
+        if tokens_per_step is not None and tokens_per_step < self.lengths.max():
+            raise ValueError(
+                f"--tokens_per_step {tokens_per_step} is less than the {self.lengths.max()} tokens of the longest "
+                "row: raise it, or lower --max_length."
+            )
+        self._order = lru_cache(maxsize=2)(self._order_of_epoch)
+
+    def _order_of_epoch(self, epoch: int) -> _Order:
+        rng = np.random.default_rng((self.seed, epoch))
+        rows, ends = rng.permutation(len(self.dataset)), None
+        if self.group_by_length:
+            steps = self._grouped_steps(rows, rng)
+            rows, ends = np.concatenate(steps), np.cumsum([len(step) for step in steps])
+        lengths = self.lengths[rows]
+        return _Order(rows, np.cumsum(lengths) - lengths, ends)
+
+    def _grouped_steps(self, rows: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        """Steps of rows of about the same length, in random order: sorted among the rows of every 50 steps."""
+        assert self.tokens_per_step is not None
+        steps: list[np.ndarray] = []
+        blocks = max(1, round(self.num_tokens / (GROUPED_STEPS * self.tokens_per_step)))
+        for block in np.array_split(rows, blocks):
+            block = block[np.argsort(self.lengths[block], kind="stable")]
+            lengths = self.lengths[block]
+            number = max(1, round(lengths.sum() / self.tokens_per_step))
+            # As many tokens in each, but for the part of a row.
+            borders = lengths.sum() * np.arange(1, number) / number
+            parts = np.split(block, np.searchsorted(np.cumsum(lengths), borders))
+            steps += [parts[i] for i in rng.permutation(len(parts)) if len(parts[i])]
+        return steps
+
+    def _rows_per_step(self, num_processes: int) -> int:
+        rows = self.micro_batch * self.accumulation * num_processes
+        if rows > len(self.dataset):
+            raise ValueError(
+                f"The training set has {len(self.dataset)} rows, fewer than the {rows} of one optimizer step: lower "
+                "--per_device_train_batch_size or --gradient_accumulation_steps."
+            )
+        return rows
+
+    def _end_of_step(self, first: int, num_processes: int) -> int:
+        """The row after the last of the step that begins with row `first`; rows are counted over all epochs."""
+        if self.tokens_per_step is None:
+            return first + self._rows_per_step(num_processes)
+        epoch, place = divmod(first, len(self.dataset))
+        order = self._order(epoch)
+        if order.ends is not None:
+            return epoch * len(self.dataset) + int(order.ends[np.searchsorted(order.ends, place, side="right")])
+        tokens = epoch * self.num_tokens + int(order.tokens[place])
+        end = (tokens // self.tokens_per_step + 1) * self.tokens_per_step
+        epoch, rest = divmod(end, self.num_tokens)
+        return epoch * len(self.dataset) + int(np.searchsorted(self._order(epoch).tokens, rest))
+
+    def _rows(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Epoch and number in the data set of rows that are counted over all epochs."""
+        for row in range(first, end):
+            epoch, place = divmod(row, len(self.dataset))
+            yield epoch, int(self._order(epoch).rows[place])
+
+    def _plans(self, num_processes: int, process_index: int, first: int) -> Iterator[_Plan]:
+        while True:
+            end = self._end_of_step(first, num_processes)
+            rows = list(self._rows(first, end))
+            rounds = self.accumulation
+            if self.tokens_per_step is not None:
+                rounds = math.ceil(len(rows) / (self.micro_batch * num_processes))
+            groups = deal(rows, [self.lengths[row] for _, row in rows], rounds * num_processes)
+            # Side by side, the processes compute groups of about the same length.
+            epoch, place = divmod(first, len(self.dataset))
+            where = f"epoch {epoch + 1}, {len(rows)} rows from number {place + 1} of its order on"
+            yield _Plan(groups[process_index::num_processes], end, where)
+            first = end
+
+    def steps(
+        self,
+        num_processes: int = 1,
+        process_index: int = 0,
+        position: Mapping[str, Any] | None = None,
+        any_process: Callable[[bool], bool] = bool,
+    ) -> Iterator[Step]:
+        first = 0 if position is None else position["rows"]
+        return iter(
+            DataLoader(
+                _PlannedSteps(self.dataset, self.collate_fn),
+                batch_sampler=self._plans(num_processes, process_index, first),  # type: ignore[arg-type]
+                collate_fn=unchanged,
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
+                worker_init_fn=without_signals,
+                generator=torch.Generator(),  # the seed of workers is not drawn where dropout draws
+            )
         )
-    return DataLoader(
-        dataset,
-        batch_size=per_device_train_batch_size,
-        sampler=LengthGroupedBatches(dataset[length_column], total, seed),
-        collate_fn=collate_fn,
-        drop_last=True,
-        num_workers=num_workers,
-    )
 
+    def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return dict(positions[0])
 
-def stream_dataloader(
-    dataset: IterableDataset,
-    collate_fn: Callable[[Any], Any],
-    per_device_train_batch_size: int,
-    num_workers: int = 0,
-) -> DataLoader:
-    """Batches of a stream in its own order; the incomplete last one is left out. Rows are not grouped by length."""
-    return DataLoader(
-        dataset.with_format(None),
-        batch_size=per_device_train_batch_size,
-        collate_fn=collate_fn,
-        drop_last=True,
-        num_workers=num_workers,
-    )
+    def steps_per_epoch(self, num_processes: int = 1) -> float:
+        if self.tokens_per_step is not None:
+            return self.num_tokens / self.tokens_per_step
+        return len(self.dataset) / self._rows_per_step(num_processes)
+
+    def step_size(self, num_processes: int = 1) -> str:
+        if self.tokens_per_step is not None:
+            return f"{self.tokens_per_step} tokens"
+        return f"{self._rows_per_step(num_processes)} rows"
+
+    def summary(self, num_steps: int, num_processes: int = 1) -> str:
+        rows, epochs = len(self.dataset), num_steps / self.steps_per_epoch(num_processes)
+        return f"{rows:,} rows of {self.num_tokens / rows:.0f} tokens on average, {epochs:.2f} epochs"
 
 
 def eval_dataloader(
-    dataset: Dataset, collate_fn: Callable[[Any], Any], per_device_eval_batch_size: int, length_column: str = "length"
+    dataset: Dataset,
+    collate_fn: Callable[[Any], Any],
+    per_device_eval_batch_size: int,
+    length_column: str = "length",
+    num_workers: int = 0,
+    pin_memory: bool = False,
 ) -> DataLoader:
     """Every row once, from short to long, which wastes least on padding."""
     if len(dataset) == 0:
         raise ValueError("The evaluation set is empty.")
-    order = torch.tensor(dataset[length_column]).argsort(stable=True).tolist()
+    order = np.argsort(np.asarray(dataset[length_column]), kind="stable").tolist()
     return DataLoader(
         dataset,
         batch_size=per_device_eval_batch_size,
         sampler=order,
         collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=without_signals,
+        generator=torch.Generator(),
     )

@@ -1,79 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples for masked language modeling (MLM) and sentence-order prediction (SOP)."""
+"""Rows for masked language modeling (MLM) and sentence-order prediction (SOP), cut from documents.
 
-import re
+A row holds token ids and the places where sentences begin, and nothing that is drawn at random in every epoch: how it
+is split into a pair, whether the pair is swapped, and which tokens are masked is for [`PretrainingCollator`].
+"""
+
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, Value
+from datasets import Sequence as Column
 from tokenizers import Encoding
-from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[]?[A-Z0-9])|\s*\n\s*")
+from .sentences import sentence_starts
 
+# Most tokens of a batch are looked up in tables of 32-bit integers; a row is shorter than 2**31.
+FEATURES = Features(
+    {
+        "input_ids": Column(Value("int32")),
+        "sentence_starts": Column(Value("int32")),
+        "length": Value("int32"),
+        "index": Value("int64"),
+    }
+)
+WORD_FEATURES = Features({**FEATURES, "word_starts": Column(Value("bool"))})
 
-EXAMPLE_COLUMNS = ("input_ids", "token_type_ids", "word_ids", "sentence_order_label", "length")
+# A stream gives a document at most this many rows' numbers of its own.
+MAX_ROWS_OF_A_DOCUMENT = 2**20
 
-
-def split_sentences(text: str) -> list[str]:
-    """Sentences of a text: split at line ends, and after `.`, `!` or `?` where a capital or a digit follows."""
-    return [sentence for sentence in (part.strip() for part in _SENTENCE_END.split(text)) if sentence]
-
-
-class _Sentence(NamedTuple):
-    text: str
-    encoding: Encoding  # without special tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.encoding.ids)
-
-    def head_end(self, max_tokens: int) -> int:
-        """The character that ends the longest head of at most `max_tokens` tokens, between words where possible."""
-        words, offsets = self.encoding.word_ids, self.encoding.offsets
-        for token in range(max_tokens, 0, -1):
-            if words[token] != words[token - 1]:
-                return offsets[token][0]
-        return offsets[max_tokens][0]
+# Below this share of rows with two sentences or more, the data say next to nothing about sentence order.
+MIN_ORDERED_SHARE = 0.03
 
 
-def _chunks(
-    text: str, max_tokens: int, short_seq_prob: float, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator
-) -> Iterator[list[str]]:
-    """Groups of consecutive sentences of at most `max_tokens` tokens; no text is lost, a longer sentence is cut."""
-
-    def encode(sentences: list[str]) -> list[_Sentence]:
-        encoding = tokenizer(sentences, add_special_tokens=False, verbose=False)
-        return [_Sentence(sentence, encoding[i]) for i, sentence in enumerate(sentences) if encoding[i].ids]
-
-    def draw_target() -> int:
-        # A short target still takes its first sentence whole: fragments teach less than short sentences.
-        return int(rng.integers(1, max_tokens + 1)) if rng.random() < short_seq_prob else max_tokens
-
-    sentences = split_sentences(text)
-    queue = encode(sentences)[::-1] if sentences else []
-    chunk: list[str] = []
-    size, target = 0, draw_target()
-    while queue:
-        sentence = queue.pop()
-        end = sentence.head_end(max_tokens) if sentence.num_tokens > max_tokens else 0
-        if end > 0:  # 0 if one character makes more tokens than fit; the row is then truncated
-            queue += encode([sentence.text[:end], sentence.text[end:]])[::-1]
-            continue
-        if chunk and size + sentence.num_tokens > target:
-            yield chunk
-            chunk, size, target = [], 0, draw_target()
-        chunk.append(sentence.text)
-        size += sentence.num_tokens
-    if chunk:
-        yield chunk
+def _word_starts(encoding: Encoding) -> np.ndarray:
+    """Whether a token begins a word, bool of shape (tokens,)."""
+    words = np.array([-1 if word is None else word for word in encoding.word_ids])
+    return np.concatenate([[True], (words[1:] != words[:-1]) | (words[1:] < 0)])
 
 
-def build_pretraining_examples(
+def _sentence_tokens(text: str, encoding: Encoding, language: str) -> np.ndarray:
+    """The tokens that sentences begin with, ascending, int64 of shape (sentences,)."""
+    ends = np.maximum.accumulate([end for _, end in encoding.offsets])
+    # The first token that ends behind the sentence's first character: it may begin with the space before.
+    tokens = np.searchsorted(ends, sentence_starts(text, language), side="right")
+    return np.unique(tokens[tokens < len(ends)])
+
+
+def _cut(
+    num_tokens: int,
+    sentences: np.ndarray,
+    words: np.ndarray,
+    max_tokens: int,
+    short_seq_prob: float,
+    rng: np.random.Generator,
+) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of the rows of a document, which follow each other without a gap.
+
+    A row is full but for the last: it ends between words and not between sentences. A row that is to be short ends
+    with a sentence, for fragments teach less.
+    """
+    start = 0
+    while start < num_tokens:
+        end = min(start + max_tokens, num_tokens)
+        if rng.random() < short_seq_prob:
+            target = start + int(rng.integers(1, max_tokens + 1))
+            later = sentences[(sentences > start) & (sentences < end)]
+            if len(later):
+                within = later[later <= target]
+                end = int(within[-1] if len(within) else later[0])
+        if end < num_tokens and not words[end]:
+            before = np.flatnonzero(words[start + 1 : end])
+            end = start + 1 + int(before[-1]) if len(before) else end
+        yield start, end
+        start = end
+
+
+def build_pretraining_rows(
     documents: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
@@ -81,66 +86,51 @@ def build_pretraining_examples(
     short_seq_prob: float,
     seed: int,
     text_column: str = "text",
+    language: str = "en",
+    with_word_starts: bool = False,
 ) -> dict[str, list]:
-    """Examples of a batch of documents: the function that [`pretraining_dataset`] maps.
+    """Rows of a batch of documents: the function that [`pretraining_dataset`] maps.
 
-    Every document draws from a generator of its own, seeded with its index, so that neither batches nor processes
-    change the outcome.
+    Every document draws from a generator of its own, seeded with its number in `indices`, so that neither batches nor
+    processes change the outcome. `index` is here the number of the document times 2^20 plus that of the row in it.
     """
-    max_tokens = max_length - tokenizer.num_special_tokens_to_add(pair=True)
-    pairs: list[tuple[str, str]] = []
-    singles: list[str] = []
-    order: list[int] = []  # the label of every chunk: 0, 1, or -100 for a chunk of one sentence, which has no order
-    for index, text in zip(indices, documents[text_column], strict=True):
-        rng = np.random.default_rng((seed, index))
-        for chunk in _chunks(text, max_tokens, short_seq_prob, tokenizer, rng):
-            if len(chunk) == 1:
-                singles.append(chunk[0])
-                order.append(-100)
-                continue
-            at = int(rng.integers(1, len(chunk)))
-            first, second = " ".join(chunk[:at]), " ".join(chunk[at:])
-            swapped = int(rng.random() < 0.5)
-            pairs.append((second, first) if swapped else (first, second))
-            order.append(swapped)
-    options = {"max_length": max_length, "truncation": True, "return_token_type_ids": True}
-    encoded_pairs = tokenizer([a for a, _ in pairs], [b for _, b in pairs], **options) if pairs else None
-    encoded_singles = tokenizer(singles, **options) if singles else None
-
-    rows: dict[str, list] = {name: [] for name in EXAMPLE_COLUMNS}
-    next_pair = next_single = 0
-    for label in order:
-        if label == -100:
-            encoded, position = encoded_singles, next_single
-            next_single += 1
-        else:
-            encoded, position = encoded_pairs, next_pair
-            next_pair += 1
-        encoding = encoded[position]  # type: ignore[index]
-        # Words are counted from 0 in either segment; keep those of the second apart from those of the first.
-        words = [
-            -1 if word is None else 2 * word + sequence
-            for word, sequence in zip(encoding.word_ids, encoding.sequence_ids, strict=True)
-        ]
-        rows["input_ids"].append(encoding.ids)
-        rows["token_type_ids"].append(encoding.type_ids)
-        rows["word_ids"].append(words)
-        rows["sentence_order_label"].append(label)
-        rows["length"].append(len(encoding.ids))
+    num_special = tokenizer.num_special_tokens_to_add(pair=True)
+    rows: dict[str, list] = {name: [] for name in (WORD_FEATURES if with_word_starts else FEATURES)}
+    texts = list(documents[text_column])
+    encoded = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    for i, (number, text) in enumerate(zip(indices, texts, strict=True)):
+        encoding = encoded[i]
+        if not encoding.ids:
+            continue
+        ids, words = np.array(encoding.ids, dtype=np.int32), _word_starts(encoding)
+        sentences = _sentence_tokens(text, encoding, language)
+        rng = np.random.default_rng((seed, number))
+        cuts = _cut(len(ids), sentences, words, max_length - num_special, short_seq_prob, rng)
+        for row, (start, end) in enumerate(cuts):
+            inside = sentences[(sentences > start) & (sentences < end)]
+            rows["input_ids"].append(ids[start:end])
+            rows["sentence_starts"].append((inside - start).astype(np.int32))
+            rows["length"].append(end - start + num_special)
+            rows["index"].append(number * MAX_ROWS_OF_A_DOCUMENT + row)
+            if with_word_starts:
+                rows["word_starts"].append(words[start:end])
     return rows
 
 
-def _check_options(
+def check_options(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     short_seq_prob: float,
     text_column: str,
     column_names: Sequence[str],
 ) -> None:
+    """Raises the errors of [`pretraining_dataset`] that can be told before a document is read."""
     if text_column not in column_names:
         raise ValueError(f"text_column={text_column!r} does not exist; the columns are {list(column_names)}.")
     if not tokenizer.is_fast:
-        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it, because words are counted.")
+        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it: places in the text are read.")
     num_special = tokenizer.num_special_tokens_to_add(pair=True)
     if not num_special + 2 <= max_length <= tokenizer.model_max_length:
         raise ValueError(
@@ -148,7 +138,7 @@ def _check_options(
             f"tokenizer's model_max_length, but is {max_length}."
         )
     if not 0 <= short_seq_prob <= 1:
-        raise ValueError(f"short_seq_prob must lie between 0 and 1, for example 0.1, but is {short_seq_prob}.")
+        raise ValueError(f"short_seq_prob must lie between 0 and 1, but is {short_seq_prob}.")
 
 
 def pretraining_dataset(
@@ -158,163 +148,72 @@ def pretraining_dataset(
     short_seq_prob: float = 0.1,
     seed: int = 0,
     text_column: str = "text",
+    language: str = "en",
+    with_word_starts: bool = False,
     num_proc: int | None = None,
-    desc: str = "Building MLM + SOP examples",
+    load_from_cache_file: bool = True,
+    desc: str = "Building examples",
 ) -> Dataset:
-    """MLM + SOP examples of a data set with one document a row.
+    """Rows for MLM + SOP of a data set with one document a row.
 
-    Consecutive sentences of one document are packed into chunks that fit `max_length`; a chunk of two sentences or
-    more is split at random into the pair `[CLS] A [SEP] B [SEP]`, which is swapped with probability one half. A chunk
-    of one sentence has no order to predict: it becomes `[CLS] A [SEP]`, for MLM alone.
+    Each document is tokenized once and cut into rows of up to `max_length` tokens, special ones included, which follow
+    each other without a gap: all are full but the last of a document, and those that are shorter by chance.
 
     Args:
         dataset: one document a row.
         tokenizer: a fast tokenizer.
-        max_length: the longest example, special tokens included.
-        short_seq_prob: probability that a chunk aims at a length drawn uniformly up to `max_length`.
-        seed: of lengths, splits and swaps.
+        max_length: the longest row, special tokens included.
+        short_seq_prob: probability that a row aims at a length drawn uniformly up to `max_length`; it ends with a
+            sentence.
+        seed: of these lengths.
         text_column: the column that holds the documents.
+        language: ISO 639-1 code of the texts, for abbreviations that end no sentence.
+        with_word_starts: also store where words begin, which whole-word masking needs.
         num_proc: processes of `datasets.Dataset.map`, which also caches the result.
+        load_from_cache_file: whether such a result is used.
         desc: text beside the progress bar.
 
     Returns:
-        Columns `input_ids`, `token_type_ids`, `word_ids` (-1 at special tokens), `sentence_order_label` (1 = swapped,
-        0 = in order, -100 = one sentence), `length` and `index`, the number of the row. Masks are drawn later, by
-        [`PretrainingCollator`].
+        Columns, as NumPy arrays: `input_ids` (int32, without special tokens), `sentence_starts` (int32, where
+        sentences begin within the row, but for its first token), `length` (with the special tokens of a pair), `index`
+        (the number of the row) and, if asked for, `word_starts` (bool, by token).
 
     Raises:
         ValueError: if `max_length` leaves no room for a pair or exceeds the tokenizer's limit, `short_seq_prob` is no
-            probability, `text_column` does not exist, the tokenizer is not a fast one, or no example comes out.
+            probability, `text_column` does not exist, the tokenizer is not a fast one, or no row comes out.
     """
-    _check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
-    examples = dataset.map(
+    check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
+    rows = dataset.map(
         partial(
-            build_pretraining_examples,
+            build_pretraining_rows,
             tokenizer=tokenizer,
             max_length=max_length,
             short_seq_prob=short_seq_prob,
             seed=seed,
             text_column=text_column,
+            language=language,
+            with_word_starts=with_word_starts,
         ),
         with_indices=True,
         batched=True,
+        batch_size=100,  # documents may be books
         remove_columns=dataset.column_names,
+        features=WORD_FEATURES if with_word_starts else FEATURES,
         num_proc=num_proc,
+        load_from_cache_file=load_from_cache_file,
         desc=desc,
     )
-    if len(examples) == 0:
+    if len(rows) == 0:
         raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents holds no text.")
-    return examples.add_column("index", np.arange(len(examples)))
+    rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
+    return rows.with_format("numpy")
 
 
-def pretraining_stream(
-    dataset: IterableDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    short_seq_prob: float = 0.1,
-    seed: int = 0,
-    text_column: str = "text",
-    buffer_size: int = 10_000,
-) -> IterableDataset:
-    """[`pretraining_dataset`] of a stream: examples are built while it is read, and drawn from a buffer of
-    `buffer_size`, in another order in every epoch.
-
-    Raises:
-        ValueError: as [`pretraining_dataset`] does, and if the stream holds no document.
-    """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise ValueError("The stream of documents is empty.")
-    columns = list(first)
-    _check_options(tokenizer, max_length, short_seq_prob, text_column, columns)
-    examples = dataset.map(
-        build_pretraining_examples,
-        with_indices=True,
-        batched=True,
-        batch_size=100,
-        remove_columns=columns,
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "max_length": max_length,
-            "short_seq_prob": short_seq_prob,
-            "seed": seed,
-            "text_column": text_column,
-        },
-    )
-    examples = examples.map(
-        lambda rows, indices: {**rows, "index": list(indices)}, with_indices=True, batched=True, batch_size=100
-    )
-    return examples.shuffle(seed, buffer_size=buffer_size)
-
-
-@dataclass
-class PretrainingCollator:
-    """Pads examples of [`pretraining_dataset`] to the longest of a batch and masks them anew in every epoch.
-
-    The mask of an example depends on `seed`, the epoch and its column `index`, and on nothing else: not on its batch,
-    the number of processes, or what was drawn before. At least one token of an example is always masked.
-
-    Args:
-        tokenizer: with a mask token.
-        mlm_probability: share of tokens (or words) to predict.
-        whole_word_mask: whether the pieces of a word are masked together.
-        mask_replace_prob: share of those that become the mask token.
-        random_replace_prob: share that become a random token; the rest stay.
-        pad_to_multiple_of: rounds the padded length up.
-        seed: of the masks.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    mlm_probability: float = 0.15
-    whole_word_mask: bool = False
-    mask_replace_prob: float = 0.8
-    random_replace_prob: float = 0.1
-    pad_to_multiple_of: int | None = None
-    seed: int = 0
-
-    def __post_init__(self):
-        if not 0 < self.mlm_probability <= 1:
-            raise ValueError(f"mlm_probability must lie above 0 and up to 1, but is {self.mlm_probability}.")
-        self.epoch = 0
-        # The tokens to predict are chosen here; what replaces them is Transformers' own code.
-        self._replace = DataCollatorForLanguageModeling(
-            self.tokenizer,
-            mlm_probability=1.0,
-            mask_replace_prob=self.mask_replace_prob,
-            random_replace_prob=self.random_replace_prob,
-        )
-        self._generator = torch.Generator()
-        self._replace.generator = self._generator
-        self._pad = DataCollatorForTokenClassification(self.tokenizer, pad_to_multiple_of=self.pad_to_multiple_of)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draws other masks from now on."""
-        self.epoch = epoch
-
-    def _mask(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        words = np.asarray(example["word_ids"])
-        rng = np.random.default_rng((self.seed, self.epoch, example["index"]))
-        candidates = np.unique(words[words >= 0]) if self.whole_word_mask else np.flatnonzero(words >= 0)
-        chosen = candidates[rng.random(len(candidates)) < self.mlm_probability]
-        if len(chosen) == 0 and len(candidates):
-            chosen = rng.choice(candidates, 1)
-        if self.whole_word_mask:
-            predicted = np.isin(words, chosen)
-        else:
-            predicted = np.zeros(len(words), dtype=bool)
-            predicted[chosen] = True
-        self._generator.manual_seed(int(rng.integers(2**63)))
-        input_ids, labels = self._replace.torch_mask_tokens(
-            torch.tensor(example["input_ids"])[None], special_tokens_mask=torch.from_numpy(~predicted)[None]
-        )
-        return {
-            "input_ids": input_ids[0].tolist(),
-            "token_type_ids": example["token_type_ids"],
-            "labels": labels[0].tolist(),
-            "sentence_order_label": example["sentence_order_label"],
-        }
-
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Returns `input_ids`, `token_type_ids`, `attention_mask` and `labels` (-100 where nothing is predicted),
-        int64 of shape (batch, length), and `sentence_order_label`, int64 of shape (batch,)."""
-        return dict(self._pad([self._mask(example) for example in examples]))
+def ordered_share(rows: Dataset) -> float:
+    """The share of rows that hold the beginning of a sentence: only those can be split, and say something of order."""
+    lengths = [
+        len(starts)
+        for batch in rows.select_columns("sentence_starts").with_format("arrow").iter(10_000)
+        for starts in batch["sentence_starts"]
+    ]
+    return sum(length > 0 for length in lengths) / len(lengths)

@@ -3,17 +3,31 @@
 
 from .arguments import DataArguments, RunArguments, parse_arguments
 from .checkpoints import CheckpointArguments, find_checkpoint, list_checkpoints
-from .loop import TrainingState, create_accelerator, evaluate, num_training_steps, save_pretrained, train
-from .objectives import ClassificationObjective, Objective, PretrainingObjective
+from .launch import create_accelerator
+from .loop import Evaluation, TrainingState, num_training_steps, train
+from .objectives import (
+    ClassificationObjective,
+    MultiLabelObjective,
+    Objective,
+    PretrainingObjective,
+    RegressionObjective,
+)
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler
+from .saving import save_pretrained
+from .scores import evaluate, predict
+from .selection import Goal
 
 __all__ = [
     "CheckpointArguments",
     "ClassificationObjective",
     "DataArguments",
+    "Evaluation",
+    "Goal",
+    "MultiLabelObjective",
     "Objective",
     "OptimizationArguments",
     "PretrainingObjective",
+    "RegressionObjective",
     "RunArguments",
     "TrainingState",
     "create_accelerator",
@@ -24,6 +38,7 @@ __all__ = [
     "list_checkpoints",
     "num_training_steps",
     "parse_arguments",
+    "predict",
     "save_pretrained",
     "train",
 ]

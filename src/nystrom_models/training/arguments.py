@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import HfArgumentParser
 
 from .checkpoints import CheckpointArguments
+from .selection import Goal
 
 
 @dataclass(kw_only=True)
@@ -20,11 +22,12 @@ class DataArguments:
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
-    validation_split: str = field(
-        default="validation", metadata={"help": "Split of --dataset_name to evaluate on, if not validation."}
+    validation_split: str | None = field(
+        default=None, metadata={"help": "Split of --dataset_name to evaluate on; validation if not given."}
     )
     train_file: list[str] | None = field(
-        default=None, metadata={"help": "Files to train on: .txt, .jsonl, .csv or .parquet, each also .gz."}
+        default=None,
+        metadata={"help": "Files to train on: .txt, .json, .jsonl, .csv, .tsv or .parquet, each also .gz."},
     )
     validation_file: list[str] | None = field(default=None, metadata={"help": "Files to evaluate on."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random sample of so many rows."})
@@ -33,6 +36,7 @@ class DataArguments:
     )
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
     cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
+    overwrite_cache: bool = field(default=False, metadata={"help": "Prepare data anew, though they are kept."})
 
     def __post_init__(self):
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
@@ -58,12 +62,28 @@ class RunArguments(CheckpointArguments):
     """How a training run goes, and what it leaves."""
 
     output_dir: str = field(metadata={"help": "Everything is written here."})
-    seed: int = field(default=0, metadata={"help": "Of new weights, dropout, masks, samples and order."})
+    seed: int = field(default=0, metadata={"help": "Of initial weights, dropout, masks, samples and order."})
     logging_steps: int = field(default=10, metadata={"help": "Figures shown and logged are means over so many steps."})
+    do_train: bool = field(
+        default=True, metadata={"help": "Train; --no_do_train evaluates and predicts with the model as it is."}
+    )
     eval_strategy: Literal["no", "steps", "epoch"] = field(
         default="epoch", metadata={"help": "When to evaluate besides the end: every --eval_steps, or every epoch."}
     )
     eval_steps: int | None = field(default=None, metadata={"help": "With --eval_strategy steps."})
+    load_best_model_at_end: bool = field(
+        default=False, metadata={"help": "Leave the model of the best evaluation, and not the last one."}
+    )
+    metric_for_best_model: str | None = field(
+        default=None, metadata={"help": "What is best by; the task's own metric if not given."}
+    )
+    greater_is_better: bool | None = field(
+        default=None, metadata={"help": "Whether more of that metric is better, where that is not known."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "End after so many evaluations that were no better than the best before."}
+    )
+    early_stopping_threshold: float = field(default=0.0, metadata={"help": "By how much they must be better."})
     mixed_precision: Literal["no", "fp16", "bf16"] | None = field(
         default=None, metadata={"help": "Arithmetic in half precision; if not given, what `accelerate` is set to."}
     )
@@ -72,30 +92,56 @@ class RunArguments(CheckpointArguments):
     )
     torch_compile: bool = field(default=False, metadata={"help": "Compile the model."})
     torch_compile_backend: str = field(default="inductor", metadata={"help": "With --torch_compile."})
-    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that make batches."})
+    dataloader_num_workers: int | None = field(
+        default=None, metadata={"help": "Processes that make batches; if not given, 2 with a GPU and 0 without."}
+    )
+    dataloader_pin_memory: bool = field(
+        default=True, metadata={"help": "Copy batches to a GPU from page-locked memory, while it computes."}
+    )
     with_tracking: bool = field(default=False, metadata={"help": "Log to the trackers of --report_to."})
     report_to: list[str] = field(
         default_factory=lambda: ["tensorboard"],
         metadata={"help": "Trackers that Accelerate knows: tensorboard, wandb, mlflow, ...; or all installed ones."},
     )
+    project_name: str = field(default="nystrom_models", metadata={"help": "What trackers call the project."})
+    run_name: str | None = field(
+        default=None, metadata={"help": "What trackers call the run; the name of --output_dir if not given."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run the code that comes with a model of the Hub."}
+    )
     push_to_hub: bool = field(default=False, metadata={"help": "Upload what the run leaves to --hub_model_id."})
     hub_model_id: str | None = field(
         default=None, metadata={"help": "Repository to upload to; the name of --output_dir if not given."}
+    )
+    hub_strategy: Literal["end", "every_save"] = field(
+        default="end", metadata={"help": "Upload at the end alone, or the model of every checkpoint, too."}
     )
     hub_token: str | None = field(
         default=None, metadata={"help": "Token to upload with, if not HF_TOKEN or the saved one."}
     )
     hub_private_repo: bool = field(default=False, metadata={"help": "A new repository is private."})
+    language: str | None = field(
+        default=None, metadata={"help": "Language of the texts, as ISO 639-1 code, for the model card."}
+    )
+    license: str | None = field(default=None, metadata={"help": "For the model card, such as apache-2.0."})
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("logging_steps", "eval_steps"):
+        for name in ("logging_steps", "eval_steps", "early_stopping_patience"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
-        if self.dataloader_num_workers < 0:
+        if self.dataloader_num_workers is not None and self.dataloader_num_workers < 0:
             raise ValueError(f"--dataloader_num_workers must be at least 0, but is {self.dataloader_num_workers}.")
         if (self.eval_strategy == "steps") != (self.eval_steps is not None):
             raise ValueError("--eval_strategy steps and --eval_steps N go together.")
+        if self.eval_strategy == "no" and (self.load_best_model_at_end or self.early_stopping_patience is not None):
+            raise ValueError(
+                "--load_best_model_at_end and --early_stopping_patience need evaluations to choose from: "
+                "--eval_strategy epoch, or steps."
+            )
+        if self.metric_for_best_model is not None:
+            Goal.of(self.metric_for_best_model, self.greater_is_better)
         if self.push_to_hub and self.hub_model_id is None:
             self.hub_model_id = Path(self.output_dir).resolve().name
         if not self.push_to_hub and self.hub_model_id is not None:
@@ -106,14 +152,41 @@ class RunArguments(CheckpointArguments):
         """Steps between evaluations."""
         return {"no": None, "steps": self.eval_steps, "epoch": "epoch"}[self.eval_strategy]
 
+    def goal(self, default: str) -> Goal:
+        """What "better" means in this run; `default` is the task's metric."""
+        return Goal.of(self.metric_for_best_model or default, self.greater_is_better)
+
+    def loader_options(self) -> dict[str, Any]:
+        """Arguments of loaders that keep the device fed."""
+        gpu = torch.accelerator.is_available()
+        workers = self.dataloader_num_workers
+        return {
+            "num_workers": (2 if gpu else 0) if workers is None else workers,
+            "pin_memory": self.dataloader_pin_memory and gpu,
+        }
+
+
+def read_recipe(path: str | os.PathLike) -> list[str]:
+    """The flags in a file, as they would be typed; `#` begins a comment. A value that begins with ./ or ../ is a path
+    beside the recipe, wherever it is used from.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    recipe = Path(path)
+    if not recipe.is_file():
+        raise FileNotFoundError(f"--recipe {path} is not a file; configs/recipes/ holds the papers' recipes.")
+    words = shlex.split(recipe.read_text(encoding="utf-8"), comments=True)
+    return [str((recipe.parent / word).resolve()) if word.startswith(("./", "../")) else word for word in words]
+
 
 def parse_arguments(
     types: Sequence[type], args: Sequence[str] | None = None, description: str | None = None
 ) -> tuple[Any, ...]:
     """Dataclasses from a command line, in which `--recipe FILE` stands for the flags in a file.
 
-    A recipe holds flags as they would be typed, on any number of lines; `#` begins a comment. Flags given beside it
-    take precedence, so that a recipe may be tried at another size.
+    Flags given beside it take precedence, so that a recipe may be tried at another size. (`HfArgumentParser` reads
+    files of flags, too, but without comments, quotes and places of their own.)
 
     Args:
         types: dataclasses, no two of which have a field of one name.
@@ -126,11 +199,7 @@ def parse_arguments(
     recipes = ArgumentParser(add_help=False, allow_abbrev=False)
     recipes.add_argument("--recipe", action="append", default=[])
     given, rest = recipes.parse_known_args(args)
-    flags: list[str] = []
-    for recipe in given.recipe:
-        if not Path(recipe).is_file():
-            raise FileNotFoundError(f"--recipe {recipe} is not a file; configs/recipes/ holds the papers' recipes.")
-        flags += shlex.split(Path(recipe).read_text(encoding="utf-8"), comments=True)
+    flags = [flag for recipe in given.recipe for flag in read_recipe(recipe)]
     parser = HfArgumentParser(
         types,  # type: ignore[arg-type]
         description=description,

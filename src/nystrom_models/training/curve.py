@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training curves, of one run or of several side by side."""
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from .results import read_json_lines
 
 # Beside the figures that are plotted; `learning_rate` and `tokens_per_second` are no measure of the model.
 _LABELS = {"loss": "loss", "accuracy": "accuracy", "mlm_loss": "MLM loss", "sop_loss": "SOP loss"}
@@ -19,8 +18,8 @@ def read_history(output_dir: str | os.PathLike) -> list[dict[str, float]]:
     """The logged figures that a run left in its `--output_dir`."""
     path = Path(output_dir, "history.jsonl")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {output_dir} is not the --output_dir of a finished run.")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        raise FileNotFoundError(f"{path} is missing: {output_dir} is not the --output_dir of a run.")
+    return read_json_lines(path)
 
 
 def _series(history: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
@@ -36,8 +35,13 @@ def plot_history(histories: Mapping[str, Sequence[Mapping[str, float]]], path: s
         path: a .png, .svg or .pdf file.
 
     Raises:
+        ImportError: if matplotlib is not installed.
         ValueError: if nothing was logged.
     """
+    try:
+        from matplotlib.figure import Figure  # a run trains without it
+    except ImportError as error:
+        raise ImportError("matplotlib is needed to draw: pip install matplotlib.") from error
     found = {name.removeprefix(_HELD_OUT) for history in histories.values() for row in history for name in row}
     panels = [name for name in _LABELS if name in found]
     if not panels:

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -30,13 +29,15 @@ from ..data.classification import (
     classification_dataset,
     require_column,
 )
-from ..data.loading import eval_dataloader, train_dataloader
+from ..data.loading import RowLoader, eval_dataloader
 from ..data.metrics import load_metric
 from .arguments import DataArguments, RunArguments
-from .loop import log_figures, save_pretrained, train
-from .objectives import ClassificationObjective, RegressionObjective
+from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
+from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
 from .optimization import OptimizationArguments
-from .run import finish_run, prepare_model, start_run
+from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
+from .saving import save_pretrained
+from .scores import predict
 from .splits import sample
 
 
@@ -54,11 +55,20 @@ class FinetuningArguments(RunArguments, DataArguments):
     model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the pretrained model."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
     test_file: list[str] | None = field(default=None, metadata={"help": "Files to write predictions for."})
+    max_predict_samples: int | None = field(
+        default=None, metadata={"help": "Write predictions for the first so many rows of each test set."}
+    )
     text_column_names: list[str] | None = field(
         default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
     )
     label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
+    label_delimiter: str = field(
+        default=",", metadata={"help": "With --multi_label, what parts the labels of a row that are one text."}
+    )
     do_regression: bool = field(default=False, metadata={"help": "The label is a number, not a class."})
+    multi_label: bool = field(
+        default=False, metadata={"help": "A row has any number of labels: a list, or a text of them."}
+    )
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens of a row, at most; those the model takes if not given."}
     )
@@ -71,45 +81,73 @@ class FinetuningArguments(RunArguments, DataArguments):
     grid: list[str] | None = field(
         default=None, metadata={"help": "Run at each of several values: learning_rate=2e-5,3e-5 seed=0,1,2"}
     )
+    keep_best_only: bool = field(
+        default=False, metadata={"help": "With --grid: keep the weights of the best point's best run alone."}
+    )
 
     def __post_init__(self):
         RunArguments.__post_init__(self)
         DataArguments.__post_init__(self)
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"--max_length must be at least 1, but is {self.max_length}.")
+        for name in ("max_length", "max_predict_samples"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, but is {value}.")
+        if self.do_regression and self.multi_label:
+            raise ValueError("A label is a number (--do_regression) or several classes (--multi_label), not both.")
         if self.grid is not None and self.push_to_hub:
             raise ValueError("--grid trains many models: leave out --push_to_hub, and upload the best one.")
+        if self.grid is not None and not self.do_train:
+            raise ValueError("--grid trains: leave out --no_do_train.")
+        if self.keep_best_only and self.grid is None:
+            raise ValueError("--keep_best_only chooses among the models of a --grid.")
 
     def task(self) -> TextTask:
         """The task of data that are no known benchmark."""
+        metric, best = "classification", "accuracy"
+        if self.do_regression:
+            metric, best = "regression", "mse"
+        elif self.multi_label:
+            metric, best = "multi_label", "micro_f1"
         return TextTask(
             tuple(self.text_column_names or ("text",)),
             self.label_column_name,
             regression=self.do_regression,
-            metric="regression" if self.do_regression else "classification",
+            multi_label=self.multi_label,
+            label_delimiter=self.label_delimiter,
+            metric=metric,
+            best_metric=best,
         )
 
 
 def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
     """Ids by label, as it may stand in the data, and the labels' names in the order of their ids."""
     if task.label_names is not None:
-        names = list(task.label_names)
-        return {name: i for i, name in enumerate(names)} | {i: i for i in range(len(names))}, names
-    if str(train_set.features[task.label_column].dtype).startswith(("float", "double")):
+        return _named(list(task.label_names))
+    if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
         raise ValueError(
             f"The column {task.label_column!r} of the train set holds floating-point numbers: --do_regression "
             "predicts them; classes must be integers or text."
         )
-    ids = class_labels(train_set, task.label_column)
+    ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
     names = [str(label) for label in ids]
-    if len(names) < 2:
+    if len(names) < 2 and not task.multi_label:
         raise ValueError(f"The train set has one label alone, {names}: there is nothing to tell apart.")
+    if not names:
+        raise ValueError("The train set has no label at all.")
     return ids, names
+
+
+def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
+    """Ids of classes that have names, by name and by number."""
+    return {name: i for i, name in enumerate(names)} | {i: i for i in range(len(names))}, names
 
 
 def _has_labels(dataset: Dataset, task: TextTask) -> bool:
     """Whether a test set says its labels; benchmarks give -1, or no such column, where they are hidden."""
-    return task.label_column in dataset.column_names and not set(dataset.unique(task.label_column)) <= {-1, None}
+    if task.label_column not in dataset.column_names:
+        return False
+    if hasattr(dataset.features[task.label_column], "feature"):
+        return True  # a list
+    return not set(dataset.unique(task.label_column)) <= {-1, None}
 
 
 def _max_length(requested: int | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -123,37 +161,16 @@ def _max_length(requested: int | None, config: PretrainedConfig, tokenizer: PreT
     return requested
 
 
-@torch.no_grad()
-def predict(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, desc: str = "Predicting") -> Tensor:
-    """The logits of every row, float32 of shape (rows, classes), on all processes and in the data set's order.
-
-    Args:
-        accelerator: gathers over the processes.
-        model: as prepared by Accelerate, or on the accelerator's device.
-        dataloader: from [`eval_dataloader`], not prepared yet; labels are not needed.
-        desc: text beside the progress bar.
-    """
-    order = torch.tensor(list(dataloader.sampler))
-    dataloader = accelerator.prepare(dataloader)
-    was_training = model.training
-    model.eval()
-    parts = []
-    for batch in tqdm(dataloader, desc=desc, leave=False, disable=not accelerator.is_main_process):
-        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-        # Rows that fill up the last batch of the processes are dropped here.
-        parts.append(accelerator.gather_for_metrics(logits.float()).cpu())
-    model.train(was_training)
-    gathered = torch.cat(parts)
-    logits = torch.empty_like(gathered)
-    logits[order] = gathered
-    return logits
-
-
 def evaluate_predictions(task: TextTask, logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Loss and metrics of a task from logits (rows, classes) and labels (rows,)."""
+    """Loss and metrics of a task from logits (rows, classes) and labels (rows,), or (rows, classes) if there are
+    several."""
     if task.regression:
         predictions = logits[:, 0]
         loss = F.mse_loss(predictions, labels)
+    elif task.multi_label:
+        predictions = (logits > 0).long()
+        loss = F.binary_cross_entropy_with_logits(logits, labels.float())
+        labels = labels.long()
     else:
         predictions = logits.argmax(-1)
         loss = F.cross_entropy(logits, labels)
@@ -176,18 +193,212 @@ def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, l
 
     Args:
         path: the file.
-        task: says how classes are written. Predictions of STS-B are clipped to its scale, 0 to 5.
+        task: says how classes are written. Predictions of STS-B are clipped to its scale, 0 to 5; several labels are
+            parted by the task's delimiter.
         logits: (rows, classes), or (rows, 1) for regression.
         label_names: the classes where the task does not name them.
     """
+    names = task.prediction_names or label_names
     if task.regression:
         values = logits[:, 0].clamp(0, 5) if task.metric == "stsb" else logits[:, 0]
         predictions = [f"{value:.6g}" for value in values.tolist()]
+    elif task.multi_label:
+        chosen = (logits > 0).tolist()
+        predictions = [
+            task.label_delimiter.join(name for name, there in zip(names, row, strict=True) if there) for row in chosen
+        ]
     else:
-        names = task.prediction_names or label_names
         predictions = [names[i] for i in logits.argmax(-1).tolist()]
     lines = ["index\tprediction", *(f"{i}\t{prediction}" for i, prediction in enumerate(predictions))]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+class _Finetuning:
+    """Model, tokenizer and rows of a run, and what it is scored by."""
+
+    def __init__(
+        self, accelerator: Accelerator, args: FinetuningArguments, task: TextTask, splits: Mapping[str, Dataset]
+    ):
+        self.accelerator, self.task = accelerator, task
+        self.where = {split: f"the {split.replace('_', ' ')} set" for split in splits}
+        for split, dataset in splits.items():
+            for column in (*task.text_columns, *(() if split.startswith("test") else (task.label_column,))):
+                require_column(dataset, column, self.where[split])
+        remote = {"trust_remote_code": args.trust_remote_code}
+        self.config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
+        self.order: list[int] | None = None  # of the model's classes, where it is not the task's
+        self.ids, self.label_names = self._head(splits["train"]) if args.do_train else self._own_head()
+        self.tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path, **remote)
+        self.args = replace(args, max_length=_max_length(args.max_length, self.config, self.tokenizer))
+        self.labelled = {split for split in splits if not split.startswith("test") or _has_labels(splits[split], task)}
+        with accelerator.main_process_first():
+            self.rows = {split: self._tokenized(split, dataset) for split, dataset in splits.items()}
+        self.model: PreTrainedModel
+        self.model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            args.model_name_or_path,
+            config=self.config,
+            ignore_mismatched_sizes=args.ignore_mismatched_sizes,
+            output_loading_info=True,
+            **remote,
+        )
+        if not args.do_train and loaded["missing_keys"]:
+            raise ValueError(
+                f"--no_do_train needs a model that was fine-tuned: {args.model_name_or_path} has no "
+                f"{', '.join(sorted(loaded['missing_keys']))}."
+            )
+        prepare_model(self.model, args)
+
+    def _head(self, train_set: Dataset) -> tuple[dict[Any, int] | None, list[str]]:
+        """Ids by label and the labels' names; the configuration is given them."""
+        task, config = self.task, self.config
+        if task.regression:
+            config.num_labels, config.problem_type = 1, "regression"
+            return None, []
+        ids, names = _classes(task, train_set)
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: i for i, name in enumerate(names)}
+        config.problem_type = "multi_label_classification" if task.multi_label else "single_label_classification"
+        return ids, names
+
+    def _own_head(self) -> tuple[dict[Any, int] | None, list[str]]:
+        """The same of a model that was trained before, whose classes may have another order than the task's."""
+        names = [self.config.id2label[i] for i in range(self.config.num_labels)]
+        if self.task.regression:
+            if len(names) != 1:
+                raise ValueError(f"The model tells {len(names)} classes apart, and predicts no number.")
+            return None, []
+        if self.task.label_names is None:
+            ids, _ = _named(names)
+            if all(name.lstrip("-").isdecimal() for name in names):  # classes that were numbers
+                ids = {name: i for i, name in enumerate(names)} | {int(name): i for i, name in enumerate(names)}
+            return ids, names
+        wanted = list(self.task.label_names)
+        if sorted(names) == sorted(wanted):
+            self.order = [names.index(name) for name in wanted]
+        elif names != [f"LABEL_{i}" for i in range(len(wanted))]:
+            raise ValueError(f"The model tells {names} apart, but the task {wanted}.")
+        return _named(wanted)
+
+    def _tokenized(self, split: str, dataset: Dataset) -> Dataset:
+        args, task, kind = self.args, self.task, split.split("_")[0]
+        if kind == "test":
+            dataset = dataset.select(range(min(len(dataset), args.max_predict_samples or len(dataset))))
+        else:
+            size = args.max_train_samples if kind == "train" else args.max_eval_samples
+            dataset = sample(dataset, size, args.seed)
+        return classification_dataset(
+            dataset,
+            self.tokenizer,
+            int(args.max_length or 0),
+            task.text_columns,
+            task.label_column if split in self.labelled else None,
+            self.ids,
+            task.regression,
+            args.truncation_strategy,
+            task.label_delimiter if task.multi_label else None,
+            args.preprocessing_num_workers,
+            not args.overwrite_cache,
+            desc=f"Tokenizing {self.where[split]}",
+            where=self.where[split],
+        )
+
+    def loader(self, optimization: OptimizationArguments) -> RowLoader:
+        """What is trained on."""
+        return RowLoader(
+            self.rows["train"],
+            ClassificationCollator(self.tokenizer),
+            optimization.per_device_train_batch_size,
+            optimization.gradient_accumulation_steps,
+            optimization.tokens_per_step,
+            optimization.group_by_length,
+            self.args.seed,
+            **self.args.loader_options(),
+        )
+
+    def objective(self) -> Objective:
+        """What the model is trained for."""
+        if self.task.regression:
+            return RegressionObjective()
+        return MultiLabelObjective() if self.task.multi_label else ClassificationObjective()
+
+    def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Tensor, dict[str, float]]:
+        """The logits of a split and, where labels are known, loss and metrics."""
+        collator = ClassificationCollator(self.tokenizer, with_index=True)
+        loader = eval_dataloader(self.rows[split], collator, batch_size, **self.args.loader_options())
+        logits = predict(self.accelerator, model, loader, desc=f"Predicting {self.where[split]}")
+        logits = logits if self.order is None else logits[:, self.order]
+        if split not in self.labelled:
+            return logits, {}
+        labels = torch.tensor(list(self.rows[split]["labels"]))
+        with self.accelerator.main_process_first():
+            return logits, evaluate_predictions(self.task, logits, labels)
+
+    def validate(self, model: nn.Module, batch_size: int) -> dict[str, dict[str, float]]:
+        """Loss and metrics of every validation set."""
+        return {
+            split: self.score(model, split, batch_size)[1] for split in self.rows if split.startswith("validation")
+        }
+
+    def write_tests(self, model: nn.Module, batch_size: int) -> dict[str, dict[str, float]]:
+        """Writes a file of predictions for every test set, and returns the scores of those with labels."""
+        found: dict[str, dict[str, float]] = {}
+        for split in self.rows:
+            if split.startswith("test"):
+                logits, figures = self.score(model, split, batch_size)
+                if figures:
+                    found[split] = figures
+                if self.accelerator.is_main_process:
+                    name = self.task.prediction_files.get(split, f"{split}_predictions.tsv")
+                    write_predictions(Path(self.args.output_dir, name), self.task, logits, self.label_names)
+        return found
+
+    def card(self) -> dict[str, Any]:
+        """What the model card says of the data, the model it began from and its use."""
+        args, sets = self.args, [split for split in self.rows if split.startswith("validation")]
+        name, config = args.hub_dataset()
+        return {
+            "data": (
+                f"Fine-tuned on {len(self.rows['train']):,} rows of {args.data_source()}, and evaluated on "
+                f"{sum(len(self.rows[split]) for split in sets):,} rows of its "
+                f"{' and '.join(split.replace('_', ' ') for split in sets)} set{'s' if len(sets) > 1 else ''}."
+            ),
+            "base_model": args.model_name_or_path,
+            "dataset_name": name,
+            "dataset_config_name": config,
+            "dataset_split": args.validation_split or "validation" if sets == ["validation"] else ", ".join(sets),
+            "example": ("Replace this text by your own.", "And this one, too.")
+            if len(self.task.text_columns) > 1
+            else None,
+        }
+
+
+def _check_splits(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> None:
+    """Raises a ValueError where data are missing."""
+    if args.do_train and ("train" not in splits or not any(split.startswith("validation") for split in splits)):
+        raise ValueError(
+            f"Data to train on and to validate on are needed (--train_file, --validation_file), but given are "
+            f"{list(splits) or 'none'}."
+        )
+    if not args.do_train and not any(split != "train" for split in splits):
+        raise ValueError("Data to evaluate on or to predict are needed: --validation_file or --test_file.")
+
+
+def content_digests(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> dict[str, Any]:
+    """Digests of the data as they were read, and of the model that a run begins from."""
+    config = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    tokenizer = args.tokenizer_name or args.model_name_or_path
+    return {
+        "data": {split: data_digest(dataset) for split, dataset in splits.items()},
+        "model": weights_digest(args.model_name_or_path, config),
+        **model_settings(config, AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=args.trust_remote_code)),
+    }
+
+
+def finetuning_identity(
+    args: FinetuningArguments, optimization: OptimizationArguments, content: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the results of a run follow from: its flags, and [`content_digests`]."""
+    return {"flags": flags(args, optimization, leave_out=HOUSEKEEPING | PLACES), **content}
 
 
 def finetune(
@@ -195,11 +406,12 @@ def finetune(
     optimization: OptimizationArguments,
     task: TextTask,
     splits: Mapping[str, Dataset],
+    content: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Fine-tunes a pretrained model, evaluates it, and writes predictions.
+    """Fine-tunes a pretrained model, evaluates it, and writes predictions; with `--no_do_train`, as it is.
 
     In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
-    card, a prediction file for each test set, and the checkpoints asked for. A run that SIGTERM ends leaves its
+    card, a prediction file for each test set, and the checkpoints asked for. A run that a signal ends leaves its
     checkpoint alone, to go on from.
 
     Args:
@@ -208,133 +420,57 @@ def finetune(
         task: what the columns mean.
         splits: `train`, any number of sets to evaluate on that start with `validation`, and of sets to predict that
             start with `test`, whose labels are read where they are known: then there are scores of it, too.
+        content: [`content_digests`], where they are known already.
 
     Returns:
         The loss and metrics of every validation set, and of every test set with labels, by its name, and the figures
-        of `train`, which stand alone after SIGTERM.
+        of `train`, which stand alone after a signal.
 
     Raises:
         ValueError: if a split is missing, `--max_length` is more than the model takes, or the data do not fit the
             task; all before anything is trained.
     """
-    validation = [split for split in splits if split.startswith("validation")]
-    if "train" not in splits or not validation:
-        raise ValueError(
-            f"Data to train on and to validate on are needed (--train_file, --validation_file), but given are "
-            f"{list(splits) or 'none'}."
-        )
-    accelerator = start_run(args, optimization)
+    _check_splits(args, splits)
+    if not args.do_train:
+        splits = {split: dataset for split, dataset in splits.items() if split != "train"}
+    accelerator = start_run(args)
+    run = _Finetuning(accelerator, args, task, splits)
+    identity = finetuning_identity(args, optimization, content or content_digests(args, splits))
+    args, batch_size = run.args, optimization.per_device_eval_batch_size
+    if not args.do_train:
+        model = accelerator.prepare(run.model)
+        scored = run.validate(model, batch_size) | run.write_tests(model, batch_size)
+        finish_run(accelerator, None, scored, (args, optimization), identity, {})
+        return scored
 
-    where = {split: f"the {split.replace('_', ' ')} set" for split in splits}
-    for split, dataset in splits.items():
-        for column in (*task.text_columns, *(() if split.startswith("test") else (task.label_column,))):
-            require_column(dataset, column, where[split])
-    ids: dict[Any, int] | None = None
-    label_names: list[str] = []
-    head: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
-    if not task.regression:
-        ids, label_names = _classes(task, splits["train"])
-        head = {
-            "id2label": dict(enumerate(label_names)),
-            "label2id": {name: i for i, name in enumerate(label_names)},
-            "problem_type": "single_label_classification",
-        }
-    config = AutoConfig.from_pretrained(args.model_name_or_path, **head)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path)
-    max_length = _max_length(args.max_length, config, tokenizer)
-    args = replace(args, max_length=max_length)
+    latest: dict[str, dict[str, float]] = {}  # by validation set
 
-    sizes = {"train": args.max_train_samples, "validation": args.max_eval_samples}
-    labelled = {split for split in splits if not split.startswith("test") or _has_labels(splits[split], task)}
-    with accelerator.main_process_first():
-        rows = {
-            split: classification_dataset(
-                sample(dataset, sizes.get(split.split("_")[0]), args.seed),
-                tokenizer,
-                max_length,
-                task.text_columns,
-                task.label_column if split in labelled else None,
-                ids,
-                task.regression,
-                args.truncation_strategy,
-                args.preprocessing_num_workers,
-                desc=f"Tokenizing {where[split]}",
-                where=where[split],
-            )
-            for split, dataset in splits.items()
-        }
+    def scores(model: nn.Module) -> dict[str, float]:
+        latest.update(run.validate(model, batch_size))
+        return validation_metrics(latest)
 
-    model = AutoModelForSequenceClassification.from_pretrained(
-        args.model_name_or_path, config=config, ignore_mismatched_sizes=args.ignore_mismatched_sizes
-    )
-    prepare_model(model, args)
-    collator = ClassificationCollator(tokenizer)
-    batch_size = optimization.per_device_train_batch_size
+    def save_model(model: nn.Module, folder: Path) -> None:
+        save_pretrained(accelerator, model, run.tokenizer, folder)
 
-    def score(model: nn.Module, split: str) -> tuple[Tensor, dict[str, float]]:
-        """The logits of a split and, where labels are known, loss and metrics."""
-        loader = eval_dataloader(rows[split], collator, optimization.per_device_eval_batch_size)
-        logits = predict(accelerator, model, loader, desc=f"Predicting {where[split]}")
-        if split not in labelled:
-            return logits, {}
-        with accelerator.main_process_first():
-            return logits, evaluate_predictions(task, logits, torch.tensor(list(rows[split]["labels"])))
-
-    def held_out(model: nn.Module) -> dict[str, float]:
-        return validation_metrics({split: score(model, split)[1] for split in validation})
-
-    state = train(
+    goal = args.goal(task.best_metric)
+    start_trackers(accelerator, args, optimization)
+    state = train_model(
         accelerator,
-        model,
-        RegressionObjective() if task.regression else ClassificationObjective(),
-        train_dataloader(
-            rows["train"],
-            collator,
-            batch_size,
-            batch_size * accelerator.num_processes * optimization.gradient_accumulation_steps,
-            args.seed,
-            num_workers=args.dataloader_num_workers,
-        ),
-        optimization,
-        args.logging_steps,
-        "Fine-tuning",
+        run.model,
+        run.objective(),
+        run.loader(optimization),
         args,
-        held_out,
-        args.eval_every,
+        optimization,
+        scores,
+        goal,
+        "Fine-tuning",
+        save_model,
+        {"the training data": data_digest(run.rows["train"]), **model_settings(run.config, run.tokenizer)},
     )
-    results: dict[str, dict[str, Any]] = {"train": state.figures()}
     if state.interrupted:
-        accelerator.print(f"Stopped after step {state.step}; --resume_from_checkpoint latest goes on.")
-        return results
-    # Saved first: what follows cannot cost the training.
-    save_pretrained(accelerator, state.model, tokenizer, args.output_dir)
-
-    for split in rows:
-        if split == "train":
-            continue
-        logits, scores = score(state.model, split)
-        if scores:
-            results[split] = scores
-        if split not in validation and accelerator.is_main_process:
-            name = task.prediction_files.get(split, f"{split}_predictions.tsv")
-            write_predictions(Path(args.output_dir, name), task, logits, label_names)
-    metrics = validation_metrics(results)
-    log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()})
-    finish_run(
-        accelerator,
-        state,
-        results,
-        (args, optimization),
-        metrics={name: value for name, value in metrics.items() if not name.endswith("loss")},
-        data=(
-            f"Fine-tuned on {len(rows['train']):,} rows of {args.data_source()}, and evaluated on "
-            f"{sum(len(rows[split]) for split in validation):,} rows of its "
-            f"{' and '.join(split.replace('_', ' ') for split in validation)} set{'s' if len(validation) > 1 else ''}."
-        ),
-        base_model=args.model_name_or_path,
-        dataset_name=args.hub_dataset()[0],
-        dataset_config_name=args.hub_dataset()[1],
-        dataset_split=args.validation_split if validation == ["validation"] else ", ".join(validation),
-        example=("Replace this text by your own.", "And this one, too.") if len(task.text_columns) > 1 else None,
-    )
+        return {"train": state.figures()}
+    metrics = final_scores(accelerator, state, args, scores, goal, save_model)
+    results = {"train": state.figures(), **latest, **run.write_tests(state.model, batch_size)}
+    reported = {name: value for name, value in metrics.items() if not name.endswith("loss")}
+    finish_run(accelerator, state, results, (args, optimization), identity, reported, **run.card())
     return results

@@ -9,10 +9,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accelerate import PartialState
 from datasets import Dataset
 
 from ..data.classification import TextTask
-from .finetuning import FinetuningArguments, finetune, validation_metrics
+from .checkpoints import remove_checkpoints
+from .finetuning import FinetuningArguments, content_digests, finetune, finetuning_identity, validation_metrics
 from .optimization import OptimizationArguments
 from .results import read_results, results_content, write_results
 
@@ -32,7 +34,8 @@ def parse_grid(grid: Sequence[str], *arguments: Any) -> dict[str, list[Any]]:
     Raises:
         ValueError: if an item is none, or names a flag that none of `arguments` has or that a grid cannot vary.
     """
-    known = {field.name for part in arguments for field in fields(part)} - {"output_dir", "grid", "hub_model_id"}
+    fixed = {"output_dir", "grid", "keep_best_only", "hub_model_id"}
+    known = {field.name for part in arguments for field in fields(part)} - fixed
     values: dict[str, list[Any]] = {}
     for item in grid:
         name, equals, listed = item.partition("=")
@@ -61,6 +64,23 @@ def _summary(scores: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float
     }
 
 
+def finetune_once(
+    args: FinetuningArguments,
+    optimization: OptimizationArguments,
+    task: TextTask,
+    splits: Mapping[str, Dataset],
+    content: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """[`finetune`], but where a run with the same flags, data and weights is finished in `--output_dir`: then its
+    results. After a signal they hold no validation set."""
+    content = content or content_digests(args, splits)
+    saved = read_results(args.output_dir)
+    expected = results_content({}, identity=finetuning_identity(args, optimization, content))["identity"]
+    if saved is not None and saved.get("identity") == json.loads(json.dumps(expected)):
+        return saved["results"]
+    return finetune(args, optimization, task, splits, content)
+
+
 def finetune_grid(
     args: FinetuningArguments,
     optimization: OptimizationArguments,
@@ -69,51 +89,75 @@ def finetune_grid(
 ) -> dict[str, Any]:
     """Runs [`finetune`] at every point of `--grid`, each in a folder of its own in `--output_dir`.
 
-    Runs that are finished, with the same flags, are not repeated. `all_results.json` gets mean and standard deviation
-    over the seeds of every metric of the validation set, and the best point: that of the highest mean over its metrics
-    (for MRPC, of accuracy and F1), losses aside.
+    Runs that are finished, with the same flags, data and weights, are not repeated. `all_results.json` gets mean and
+    standard deviation over the seeds of every metric of the validation set, and the best point, by the mean of
+    `--metric_for_best_model` or of the task's own metric, in the direction that it counts.
 
     Returns:
-        `grid`, a list with an object a point, and `best`, one of them.
+        `grid`, a list with an object a point, `best`, one of them, and `best_run`, the folder of its best seed.
     """
     assert args.grid is not None
     values = parse_grid(args.grid, args, optimization)
     seeds = values.pop("seed", [args.seed])
-    validation = sorted(split for split in splits if split.startswith("validation"))
-    points = []
+    goal = args.goal(task.best_metric)
+    content = content_digests(args, splits)
+    points: list[dict[str, Any]] = []
     for combination in itertools.product(*values.values()):
         point = dict(zip(values, combination, strict=True))
-        scores, folders = [], []
+        metrics, folders = [], []
         for seed in seeds:
             chosen = point | {"seed": seed}
             folder = Path(args.output_dir, ",".join(f"{name}={value}" for name, value in chosen.items()))
-            run_args = _with(replace(args, grid=None, output_dir=str(folder)), chosen)
-            run_optimization = _with(optimization, chosen)
-            results = _finished(folder, run_args, run_optimization)
-            if results is None:
-                results = finetune(run_args, run_optimization, task, splits)
-                if any(split not in results for split in validation):
-                    return results  # stopped by SIGTERM
-            metrics = validation_metrics(results)
-            scores.append({name: value for name, value in metrics.items() if name.split("/")[-1] != "loss"})
+            run_args = _with(replace(args, grid=None, keep_best_only=False, output_dir=str(folder)), chosen)
+            # What a grid varies may be the model or the data themselves.
+            known = content if values.keys().isdisjoint(_CONTENT) else None
+            results = finetune_once(run_args, _with(optimization, chosen), task, splits, known)
+            if not any(split.startswith("validation") for split in results):
+                return results  # stopped by a signal
+            metrics.append(validation_metrics(results))
             folders.append(folder.name)
-        points.append({**point, "seeds": list(seeds), "validation": _summary(scores), "runs": folders})
-    best = max(points, key=lambda point: statistics.fmean(score["mean"] for score in point["validation"].values()))
-    outcome = {"grid": points, "best": best}
-    write_results(args.output_dir, outcome, args, optimization)
-    for point in points:
-        where = ", ".join(f"{name}={point[name]}" for name in values) or f"{len(seeds)} seeds"
-        shown = [f"{name} {100 * s['mean']:.1f} ± {100 * s['std']:.1f}" for name, s in point["validation"].items()]
-        print(f"{'*' if point is best else ' '} {where}: {', '.join(shown)}", flush=True)
-    return outcome
+        scores = [{name: v for name, v in run.items() if name.split("/")[-1] != "loss"} for run in metrics]
+        outcome = {**point, "seeds": list(seeds), "validation": _summary(scores), "runs": folders}
+        points.append({"outcome": outcome, "values": [goal.value(run) for run in metrics]})
+    best = points[goal.best(statistics.fmean(point["values"]) for point in points)]
+    best_run = best["outcome"]["runs"][goal.best(best["values"])]
+    found = {
+        "grid": [point["outcome"] for point in points],
+        "best": best["outcome"],
+        "best_run": best_run,
+        "metric": goal.metric,
+    }
+    if PartialState().is_main_process:
+        write_results(args.output_dir, found, args, optimization)
+        _print(found, values)
+        if args.keep_best_only:
+            _keep(args.output_dir, found)
+    PartialState().wait_for_everyone()
+    return found
 
 
-def _finished(folder: Path, *arguments: Any) -> dict[str, Any] | None:
-    """The results of a run that ended in `folder` with these flags."""
-    saved = read_results(folder)
-    if saved is None:
-        return None
-    expected = results_content({}, *arguments)["arguments"]
-    # max_length is filled in from the model where it is not given.
-    same = all(saved["arguments"].get(name) == value for name, value in expected.items() if value is not None)
-    return saved["results"] if same else None
+_CONTENT = frozenset(("model_name_or_path", "tokenizer_name", "trust_remote_code"))
+
+
+def _print(found: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """A line a point; the best one is marked."""
+    for point in found["grid"]:
+        where = ", ".join(f"{name}={point[name]}" for name in values) or f"{len(point['seeds'])} seeds"
+        shown = [
+            f"{name} {s['mean']:.4g} ± {s['std']:.2g}"
+            if name.split("/")[-1] == "mse"
+            else f"{name} {100 * s['mean']:.1f} ± {100 * s['std']:.1f}"
+            for name, s in point["validation"].items()
+        ]
+        print(f"{'*' if point is found['best'] else ' '} {where}: {', '.join(shown)}", flush=True)
+
+
+def _keep(output_dir: str, found: Mapping[str, Any]) -> None:
+    """Removes the weights of all runs but the best one."""
+    for point in found["grid"]:
+        for name in point["runs"]:
+            folder = Path(output_dir, name)
+            remove_checkpoints(folder)
+            if name != found["best_run"]:
+                for weights in folder.glob("*.safetensors"):
+                    weights.unlink()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upload of a finished run to the Hub."""
+"""Upload of runs to the Hub: asked for before anything is trained, and given what was asked for."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -10,18 +12,70 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 # Models, tokenizer, code, card, results and plots lie at the top; checkpoints and logs in folders. Hidden files are
 # nobody's to publish.
 IGNORED = ["*/*", ".*"]
+# What a checkpoint has besides a model.
+IGNORED_OF_CHECKPOINTS = [*IGNORED, "optimizer*", "scaler*", "random_states_*", "manifest.json", "progress.json"]
 
 
-def push(output_dir: str | os.PathLike, hub_model_id: str, token: str | None = None, private: bool = False) -> str:
-    """Uploads the files of a finished run, which are left as they are; a repository that exists is added to.
+@contextmanager
+def _clear_errors(hub_model_id: str, what: str) -> Iterator[None]:
+    """Says what to do where the Hub refuses."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise ValueError(f"--hub_model_id {hub_model_id!r} is no name of a repository: {error}") from error
+    # The client reports a large file that failed as a RuntimeError, with its reason as the cause.
+    except (HTTPError, ConnectionError, RuntimeError) as error:
+        reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        status = getattr(getattr(reason, "response", None), "status_code", None)
+        if status == 401:
+            raise PermissionError(
+                f"The Hub refused the token for {hub_model_id}: give one with write access, by HF_TOKEN or "
+                f"`hf auth login`. {what}. ({reason})"
+            ) from error
+        if status == 403:
+            raise PermissionError(
+                f"This token may not write to {hub_model_id}: give --hub_model_id a namespace of yours, or a token "
+                f"with write access. {what}. ({reason})"
+            ) from error
+        raise ConnectionError(
+            f"{what}, and may be repeated. The Hub did not take {hub_model_id}: {type(reason).__name__}: {reason}"
+        ) from error
+
+
+def create_repository(hub_model_id: str, token: str | None = None, private: bool = False) -> str:
+    """Makes sure that there is a repository to upload to, and returns its whole name.
+
+    Args:
+        hub_model_id: "user/name", or "name" of the token's user.
+        token: with write access; if None, that of `HF_TOKEN` or of `hf auth login`.
+        private: whether a new repository is private; if not, the Hub's default for the user holds.
+
+    Raises:
+        ValueError: if `hub_model_id` is no name of a repository.
+        PermissionError: if the Hub refuses the token.
+        ConnectionError: if the Hub cannot be reached.
+    """
+    with _clear_errors(hub_model_id, "Nothing was uploaded"):
+        return HfApi(token=token).create_repo(hub_model_id, private=private or None, exist_ok=True).repo_id
+
+
+def push(
+    output_dir: str | os.PathLike,
+    hub_model_id: str,
+    token: str | None = None,
+    private: bool = False,
+    commit_message: str = "Upload of a finished run",
+    ignore_patterns: list[str] | None = None,
+) -> str:
+    """Uploads the files of a run, which are left as they are; a repository that exists is added to.
 
     Files in sub-folders, which are checkpoints and logs, and hidden ones stay.
 
     Args:
         output_dir: of a run that saved its model.
-        hub_model_id: the repository, "user/name", or "name" of the token's user.
-        token: with write access; if None, that of `HF_TOKEN` or of `hf auth login`.
-        private: whether a new repository is private; if not, the Hub's default for the user holds.
+        hub_model_id, token, private: of [`create_repository`].
+        commit_message: of the commit.
+        ignore_patterns: files that stay; `IGNORED` by default.
 
     Returns:
         The commit's address.
@@ -36,33 +90,14 @@ def push(output_dir: str | os.PathLike, hub_model_id: str, token: str | None = N
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
             raise FileNotFoundError(f"--output_dir {folder} holds no {pattern}: there is no saved model to push.")
-    api = HfApi(token=token)
-    try:
-        repo_id = api.create_repo(hub_model_id, private=private or None, exist_ok=True).repo_id
-        commit = api.upload_folder(
+    repo_id = create_repository(hub_model_id, token, private)
+    with _clear_errors(
+        hub_model_id, f"The upload of {folder} to {hub_model_id} did not finish: the folder is unchanged"
+    ):
+        commit = HfApi(token=token).upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            ignore_patterns=list(IGNORED),
-            commit_message="Upload of a finished run",
+            ignore_patterns=ignore_patterns or list(IGNORED),
+            commit_message=commit_message,
         )
-    except HFValidationError as error:
-        raise ValueError(f"--hub_model_id {hub_model_id!r} is no name of a repository: {error}") from error
-    # The client reports a large file that failed as a RuntimeError, with its reason as the cause.
-    except (HTTPError, ConnectionError, RuntimeError) as error:
-        reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        status = getattr(getattr(reason, "response", None), "status_code", None)
-        if status == 401:
-            raise PermissionError(
-                f"The Hub refused the token for {hub_model_id}: give one with write access, by HF_TOKEN or "
-                f"`hf auth login`. {folder} is unchanged. ({reason})"
-            ) from error
-        if status == 403:
-            raise PermissionError(
-                f"This token may not write to {hub_model_id}: give --hub_model_id a namespace of yours, or a token "
-                f"with write access. {folder} is unchanged. ({reason})"
-            ) from error
-        raise ConnectionError(
-            f"The upload of {folder} to {hub_model_id} did not finish, and may be repeated: the folder is unchanged. "
-            f"({type(reason).__name__}: {reason})"
-        ) from error
     return str(commit.commit_url)

@@ -1,44 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop, one for pretraining and fine-tuning."""
 
-import itertools
+import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
-from torch import nn
-from torch.utils.data import DataLoader
+from accelerate.utils import DistributedType, gather_object, send_to_device, set_seed
+from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
 
-from .checkpoints import CheckpointArguments, StopSignal, find_checkpoint, load_checkpoint, save_checkpoint
+from ..data.loading import Step, TrainingLoader
+from .checkpoints import (
+    HISTORY,
+    BestModel,
+    CheckpointArguments,
+    find_checkpoint,
+    load_checkpoint,
+    make_way,
+    read_progress,
+    save_checkpoint,
+)
+from .identity import compare, run_settings
 from .objectives import Batch, Objective
-from .optimization import OptimizationArguments, create_optimizer, create_scheduler
+from .optimization import OptimizationArguments, create_optimizer, create_scheduler, set_schedule_step
+from .results import read_json_lines, write_json
+from .saving import save_pretrained
+from .scores import Sums
+from .selection import Best, Goal
+from .signals import Signals
 
 
-def create_accelerator(
-    gradient_accumulation_steps: int = 1, mixed_precision: str | None = None, **kwargs: Any
-) -> Accelerator:
-    """An `Accelerator` as [`train`] needs it; further arguments are passed on.
+@dataclass
+class Evaluation:
+    """When and how a run is evaluated, and what follows from it."""
 
-    The schedule advances once an optimizer step whatever the number of processes, and a step always takes
-    `gradient_accumulation_steps` micro-batches, also across the end of an epoch.
-    """
-    return Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        mixed_precision=mixed_precision,
-        step_scheduler_with_optimizer=False,
-        **kwargs,
-    )
+    function: Callable[[nn.Module], Mapping[str, float]]  # the held-out figures of the prepared model
+    every: int | Literal["epoch"] | None = None  # optimizer steps
+    goal: Goal | None = None  # what "better" means; needed for what follows
+    best_model: BestModel | None = None  # keeps the best model so far
+    patience: int | None = None  # end after so many evaluations that were not better
+    threshold: float = 0.0  # by how much they must be
 
 
 @dataclass
@@ -49,8 +57,11 @@ class TrainingState:
     step: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
+    skipped_steps: int = 0  # whose loss or gradient was not finite
     history: list[dict[str, float]] = field(default_factory=list)
-    interrupted: bool = False  # by SIGTERM, before its last step
+    best: Best = field(default_factory=Best)
+    interrupted: bool = False  # by a signal, before its last step
+    stopped_early: bool = False  # for want of better evaluations
 
     @property
     def tokens_per_second(self) -> float:
@@ -59,73 +70,321 @@ class TrainingState:
 
     def figures(self) -> dict[str, float]:
         """What `all_results.json` says of the training."""
-        return {"steps": self.step, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        figures = {"steps": self.step, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        if self.skipped_steps:
+            figures["skipped_steps"] = self.skipped_steps
+        if self.best.step is not None:
+            figures["best_step"] = self.best.step
+        return figures
 
 
-@dataclass
-class _MicroBatch:
-    epoch: int  # from 0
-    index: int  # of the batch within the epoch, from 0
-    batch: Batch
-
-
-def _micro_batches(
-    accelerator: Accelerator, dataloader: DataLoader, epoch: int = 0, first: int = 0
-) -> Iterator[_MicroBatch]:
-    """Batches without end, from the one of number `first` in `epoch`."""
-    while True:
-        for part in (dataloader, dataloader.collate_fn):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        batches = iter(accelerator.skip_first_batches(dataloader, first) if first else dataloader)
-        for index in itertools.count(first):
-            # PyTorch draws a seed when it begins an epoch: not from the state that dropout draws from, so that a run
-            # resumed within the epoch goes on with the same numbers.
-            with torch.random.fork_rng(devices=[], enabled=index == first):
-                batch = next(batches, None)
-            if batch is None:
-                break
-            yield _MicroBatch(epoch, index, batch)
-        if index == 0:
-            raise ValueError("The training set gives no batch: it has fewer rows than --per_device_train_batch_size.")
-        epoch, first = epoch + 1, 0
-
-
-def _num_batches(dataloader: DataLoader) -> int | None:
-    """Of an epoch; None for a stream, which does not tell."""
-    return None if isinstance(dataloader.dataset, torch.utils.data.IterableDataset) else len(dataloader)
-
-
-def steps_per_epoch(dataloader: DataLoader, args: OptimizationArguments) -> int:
-    """Optimizer steps, rounded up, of a pass over `dataloader`, which is a prepared one.
+def steps_per_epoch(loader: TrainingLoader, num_processes: int = 1) -> int:
+    """Optimizer steps, rounded up, of one pass over the data.
 
     Raises:
         ValueError: if it is a stream, whose length nobody knows.
     """
-    if (num_batches := _num_batches(dataloader)) is None:
-        raise ValueError("A stream does not tell its length: give --max_train_steps and --eval_strategy no or steps.")
-    return max(1, math.ceil(num_batches / args.gradient_accumulation_steps))
+    return max(1, math.ceil(loader.steps_per_epoch(num_processes)))
 
 
-def num_training_steps(dataloader: DataLoader, args: OptimizationArguments) -> int:
-    """Optimizer steps of a run over `dataloader`, which is a prepared one."""
+def num_training_steps(loader: TrainingLoader, args: OptimizationArguments, num_processes: int = 1) -> int:
+    """Optimizer steps of a run."""
     if args.max_train_steps is not None:
         return args.max_train_steps
-    steps_per_epoch(dataloader, args)  # refuses a stream
-    return max(1, math.ceil(args.num_train_epochs * len(dataloader) / args.gradient_accumulation_steps))
+    return max(1, math.ceil(args.num_train_epochs * loader.steps_per_epoch(num_processes)))
+
+
+def log_figures(
+    accelerator: Accelerator,
+    state: TrainingState,
+    figures: Mapping[str, float],
+    output_dir: str | Path | None = None,
+) -> None:
+    """Hands figures of the present step to the trackers, and adds them to the history, in `output_dir` too."""
+    accelerator.log(dict(figures), step=state.step)
+    row = {"step": state.step, **figures}
+    state.history.append(row)
+    if output_dir is not None and accelerator.is_main_process:
+        write_json(Path(output_dir, HISTORY), [row], lines=True, append=True)
+
+
+class TrainingLoop:
+    """The parts of a run, which [`train`] calls in turn; its arguments are those of [`train`]."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        objective: Objective,
+        loader: TrainingLoader,
+        args: OptimizationArguments,
+        seed: int,
+        logging_steps: int,
+        desc: str,
+        checkpoints: CheckpointArguments | None,
+        evaluation: Evaluation | None,
+        save_model: Callable[[nn.Module, Path], None] | None,
+        on_save: Callable[[Path], None] | None,
+        settings: Mapping[str, Any] | None,
+    ):
+        if accelerator.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"The accelerator accumulates over {accelerator.gradient_accumulation_steps} micro-batches, which is "
+                "for --gradient_accumulation_steps alone to say: make it with create_accelerator()."
+            )
+        self.accelerator, self.objective, self.loader, self.args = accelerator, objective, loader, args
+        self.seed, self.logging_steps, self.checkpoints = seed, logging_steps, checkpoints
+        self.evaluation, self.save_model, self.on_save = evaluation, save_model, on_save
+        self.output_dir = None if checkpoints is None else checkpoints.output_dir
+        processes = accelerator.num_processes
+        self.total_steps = num_training_steps(loader, args, processes)
+        every = None if evaluation is None else evaluation.every
+        self.eval_every = steps_per_epoch(loader, processes) if every == "epoch" else every
+        self.settings = settings if settings is not None else run_settings(args)
+        self.settings = {"an optimizer step": loader.step_size(processes), **self.settings}
+
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            # It wants to know what it does not see, rows of one micro-batch, and clips gradients itself.
+            config = accelerator.state.deepspeed_plugin.deepspeed_config
+            config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+            config["gradient_clipping"] = args.max_grad_norm
+        self.model, self.optimizer = accelerator.prepare(model, create_optimizer(model, args))
+        self.scheduler = create_scheduler(self.optimizer, args, self.total_steps)
+        self.state = TrainingState(self.model)
+        self.window = Sums(accelerator)  # since the last log
+        self.num_tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+        self.position: Mapping[str, Any] | None = None  # of the next step in the data
+        self.signals = Signals(enabled=checkpoints is not None)  # without, there is nothing to save
+        self.bar = tqdm(total=self.total_steps, desc=desc, unit=" steps", disable=not accelerator.is_main_process)
+
+    def run(self) -> TrainingState:
+        """Trains to the end, or until a signal or the evaluations say stop."""
+        set_seed(self.seed, device_specific=True)  # else all processes would draw the same dropout
+        self.restore()
+        self.model.train()
+        self.started = time.perf_counter() - self.state.seconds
+        with self.signals, self.bar:
+            if self.state.step < self.total_steps:
+                for step in self.steps():
+                    self.take_step(step)
+                    self.log()
+                    self.evaluate()
+                    self.save()
+                    if self.state.interrupted or self.state.stopped_early or self.state.step == self.total_steps:
+                        break
+        return self.state
+
+    def steps(self):
+        """The steps of this process from where the run stands."""
+        accelerator = self.accelerator
+
+        def any_process(flag: bool) -> bool:
+            if accelerator.num_processes == 1:
+                return flag
+            return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum"))
+
+        return self.loader.steps(accelerator.num_processes, accelerator.process_index, self.position, any_process)
+
+    def restore(self) -> None:
+        """Goes on from the checkpoint that the flags name, if any."""
+        if self.checkpoints is None:
+            return
+        Path(self.checkpoints.output_dir).mkdir(parents=True, exist_ok=True)
+        make_way(self.checkpoints, remove=self.accelerator.is_main_process)
+        checkpoint = find_checkpoint(self.checkpoints)
+        if checkpoint is None:
+            return
+        progress = read_progress(checkpoint)
+        compare(progress["settings"], json.loads(json.dumps(self.settings)), str(checkpoint))
+        load_checkpoint(self.accelerator, checkpoint)
+        rate = self.optimizer.param_groups[0]["lr"]
+        set_schedule_step(self.scheduler, progress["step"])
+        for name in ("step", "seconds", "num_tokens", "skipped_steps"):
+            setattr(self.state, name, progress[name])
+        self.state.best = Best(**progress["best"])
+        kept = None if self.evaluation is None else self.evaluation.best_model
+        if kept is not None and kept.step() != self.state.best.step:
+            self.state.best = Best()  # that of a later step, which will come again
+        self.position = progress["position"]
+        self.num_tokens += progress["num_tokens"] * self.accelerator.is_main_process  # a sum over all processes
+        self.window.load(progress["window"])
+        self.bar.initial = self.bar.n = self.state.step
+        self.accelerator.print(f"Going on from {checkpoint}")
+        if not math.isclose(rate, self.scheduler.get_last_lr()[0]):
+            self.accelerator.print(f"The learning rate, {rate:g} so far, is now {self.scheduler.get_last_lr()[0]:g}")
+        self.state.history = read_json_lines(checkpoint / HISTORY)
+        if self.accelerator.is_main_process:
+            write_json(Path(self.checkpoints.output_dir, HISTORY), self.state.history, lines=True)
+
+    def take_step(self, step: Step) -> None:
+        """Computes the gradient over all micro-batches of all processes, and changes the weights by it."""
+        accelerator = self.accelerator
+        counts = self._count_targets(step)
+        totals = accelerator.reduce({name: count.sum() for name, count in counts.items()}, "sum")
+        loss = torch.zeros((), device=accelerator.device)
+        for number, (batch, num_rows) in enumerate(zip(step.batches, step.num_rows, strict=True)):
+            accelerator.sync_gradients = number == len(step.batches) - 1
+            with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
+                batch = send_to_device(batch, accelerator.device, non_blocking=True)
+                shares = {name: (count[number], totals[name]) for name, count in counts.items()}
+                loss += self._backward(batch, shares, num_rows > 0)
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        self._update_weights(loss, norm, step.where)
+        self.position = step.position
+        self.state.step += 1
+        self.bar.update()
+
+    def _count_targets(self, step: Step) -> dict[str, Tensor]:
+        """The number of targets of every loss in every micro-batch, int64 of shape (micro-batches,)."""
+        targets = [self.objective.num_targets(batch) for batch in step.batches]
+        rows = torch.tensor(step.num_rows) > 0
+        return {
+            name: (torch.stack([counts[name] for counts in targets]) * rows).to(self.accelerator.device)
+            for name in targets[0]
+        }
+
+    def _backward(self, batch: Batch, shares: Mapping[str, tuple[Tensor, Tensor]], counted: bool) -> Tensor:
+        """Adds the gradient of a micro-batch's share of the step's loss, and returns that share."""
+        outputs = self.model(**batch)
+        losses, weighted = self.objective.losses(outputs), []
+        for name, (count, total) in shares.items():
+            # Where a loss has no target, its mean is 0 / 0.
+            losses[name] = torch.where(count > 0, losses[name], 0.0)
+            # In float32 at least, and in float64 where the model is.
+            dtype = torch.promote_types(losses[name].dtype, torch.float32)
+            weighted.append(losses[name] * (count.to(dtype) / total.clamp(min=1)))
+        loss = torch.stack(weighted).sum()
+        # DDP and its kin take the mean over processes.
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+        with torch.no_grad():
+            scores = self.objective.scores(outputs, batch, with_loss=False)
+            scores |= {name: (losses[name] * count, count) for name, (count, _) in shares.items()}
+            self.window.add({name: (total * counted, count * counted) for name, (total, count) in scores.items()})
+            self.num_tokens += batch["attention_mask"].sum() * counted
+        return loss.detach()
+
+    def _update_weights(self, loss: Tensor, norm: Any, where: str) -> None:
+        """Takes the optimizer's step if loss and gradient are finite, and the schedule's in any case."""
+        accelerator, signals = self.accelerator, self.signals
+        flags = [torch.full_like(loss, flag) for flag in (signals.stop, signals.save)]
+        total_loss, stop, save = accelerator.reduce(torch.stack([loss, *flags]), "sum").tolist()
+        # All processes act after the same step, whichever got the signal.
+        signals.stop, signals.save = stop > 0, save > 0
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(total_loss):
+            self._skip_step("loss", where)
+        elif not math.isfinite(norm) and accelerator.scaler is None:
+            self._skip_step(f"gradient (though not the loss, {total_loss:.4g})", where)
+        else:
+            self.optimizer.step()  # but for what float16 overflows in, which its scaler leaves out
+            if math.isfinite(norm):
+                one = torch.ones((), device=accelerator.device) * accelerator.is_main_process
+                self.window.add({"grad_norm": (one * norm, one)})
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def _skip_step(self, what: str, where: str) -> None:
+        """Leaves a step out, if that may be."""
+        self.state.skipped_steps += 1
+        what = f"The {what} of step {self.state.step + 1} is not finite ({where})"
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise FloatingPointError(f"{what}, and DeepSpeed has taken the step: go on from the last checkpoint.")
+        if self.state.skipped_steps > self.args.max_skipped_steps:
+            raise FloatingPointError(
+                f"{what}. The weights are those after step {self.state.step}, and what was saved is sound. Lower "
+                f"--learning_rate, now {self.args.learning_rate:g}, or --max_grad_norm, now "
+                f"{self.args.max_grad_norm:g}; or let such steps be left out: --max_skipped_steps is now "
+                f"{self.args.max_skipped_steps}."
+            )
+        self.accelerator.print(f"{what}: left out, {self.state.skipped_steps} so far.")
+
+    def log(self) -> None:
+        """Shows and logs means over the last steps, every `logging_steps` and at the end."""
+        state = self.state
+        if state.step % self.logging_steps and state.step != self.total_steps:
+            return
+        self._measure()
+        figures = self.window.means()
+        shown = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)]
+        self.bar.set_postfix_str(", ".join([*shown, f"{state.tokens_per_second:,.0f} tokens/s"]))
+        figures["learning_rate"] = float(self.scheduler.get_last_lr()[0])
+        figures["tokens_per_second"] = state.tokens_per_second
+        log_figures(self.accelerator, state, figures, self.output_dir)
+        self.window = Sums(self.accelerator)
+
+    def _measure(self) -> None:
+        self.state.seconds = time.perf_counter() - self.started
+        self.state.num_tokens = int(self.accelerator.reduce(self.num_tokens, "sum"))
+
+    def evaluate(self) -> None:
+        """Evaluates where it is due, but for the end, which is for the caller, once the model is saved."""
+        state, evaluation = self.state, self.evaluation
+        if evaluation is None or not self.eval_every or state.step % self.eval_every or state.step == self.total_steps:
+            return
+        paused = time.perf_counter()
+        metrics = evaluation.function(self.model)
+        log_figures(
+            self.accelerator, state, {f"eval_{name}": value for name, value in metrics.items()}, self.output_dir
+        )
+        if self.accelerator.is_main_process:
+            self.bar.write(f"Step {state.step}: {', '.join(f'{name} {v:.4g}' for name, v in metrics.items())}")
+        if evaluation.goal is not None:
+            value = evaluation.goal.value(metrics)
+            if state.best.update(evaluation.goal, value, state.step, evaluation.threshold) and evaluation.best_model:
+                evaluation.best_model.save(self.model, metric=evaluation.goal.metric, value=value, step=state.step)
+            patience = evaluation.patience
+            state.stopped_early = patience is not None and state.best.evaluations_since >= patience
+            if state.stopped_early:
+                self.accelerator.print(
+                    f"Stopping after step {state.step}: {evaluation.goal.metric} was best at step {state.best.step}."
+                )
+        self.started += time.perf_counter() - paused
+
+    def save(self) -> None:
+        """Saves a checkpoint where it is due, or a signal asked for it."""
+        signals, checkpoints, state = self.signals, self.checkpoints, self.state
+        if checkpoints is None:
+            return
+        every = checkpoints.checkpointing_steps
+        if signals.stop or signals.save or (every is not None and state.step % every == 0):
+            self._measure()
+            progress = {
+                "settings": self.settings,
+                "step": state.step,
+                "position": self.loader.merge(gather_object([self.position])),
+                "seconds": state.seconds,
+                "num_tokens": state.num_tokens,
+                "skipped_steps": state.skipped_steps,
+                "best": asdict(state.best),
+                "window": self.window.reduced(),
+            }
+            path = save_checkpoint(self.accelerator, checkpoints, state.step, progress, self._save_model)
+            if self.on_save is not None:
+                self.on_save(path)
+        state.interrupted = signals.stop and state.step < self.total_steps and not state.stopped_early
+        signals.save = False
+
+    def _save_model(self, folder: Path) -> None:
+        if self.save_model is not None:
+            self.save_model(self.model, folder)
+        else:
+            save_pretrained(self.accelerator, self.model, None, folder)
 
 
 def train(
     accelerator: Accelerator,
     model: nn.Module,
     objective: Objective,
-    dataloader: DataLoader,
+    loader: TrainingLoader,
     args: OptimizationArguments,
+    seed: int = 0,
     logging_steps: int = 10,
     desc: str = "Training",
     checkpoints: CheckpointArguments | None = None,
-    evaluation: Callable[[nn.Module], Mapping[str, float]] | None = None,
-    eval_every: int | Literal["epoch"] | None = None,
+    evaluation: Evaluation | None = None,
+    save_model: Callable[[nn.Module, Path], None] | None = None,
+    on_save: Callable[[Path], None] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> TrainingState:
     """Trains `model`, in place.
 
@@ -133,231 +392,45 @@ def train(
     matter how a batch is divided. The main process shows a progress bar with losses, accuracies and tokens a second.
 
     Args:
-        accelerator: made by [`create_accelerator`] with the accumulation steps of `args`.
+        accelerator: made by [`create_accelerator`].
         model: not prepared yet.
         objective: what is trained for.
-        dataloader: from [`train_dataloader`], not prepared yet.
+        loader: a [`RowLoader`] or a [`StreamLoader`].
         args: optimizer, schedule and length of the run.
+        seed: of dropout, which every process draws differently.
         logging_steps: the figures shown, and handed to the accelerator's trackers, are means over so many steps.
         desc: text beside the progress bar.
         checkpoints: where and when to save, and from where to go on. A resumed run takes the same steps as one that
-            was never stopped. SIGTERM saves a checkpoint after the step under way and ends the run.
-        evaluation: gives the held-out figures of the prepared model; they are logged with `eval_` before their names.
-        eval_every: steps between evaluations. There is none at the end: it is for the caller, once the model is saved.
+            was never stopped. SIGTERM and SIGINT save a checkpoint after the step under way and end the run; SIGUSR1
+            saves one.
+        evaluation: when and how to evaluate, and whether to stop for it. There is none at the end: it is for the
+            caller, once the model is saved.
+        save_model: writes the prepared model into a folder, for checkpoints; [`save_pretrained`] without a tokenizer
+            by default.
+        on_save: called with every checkpoint, once it is complete, on the processes that have one.
+        settings: what is compared on resuming, of [`run_settings`]; by default the flags of `args`.
 
     Returns:
-        The prepared model and what was done, with the logged figures in `history`; `interrupted` after a SIGTERM.
+        The prepared model and what was done, with the logged figures in `history`.
 
     Raises:
-        ValueError: if the accelerator accumulates otherwise than `args` says, or a checkpoint was saved with other
-            settings.
-        FloatingPointError: if the loss is not finite; the weights are those of the step before.
+        ValueError: if a checkpoint was saved with other settings, or an earlier run's lie in the same folder.
+        FloatingPointError: if loss or gradient are not finite in more than `max_skipped_steps`; the weights are those
+            of the step before.
         OSError: if a checkpoint cannot be written; those before it stay.
     """
-    accumulation = args.gradient_accumulation_steps
-    if accelerator.gradient_accumulation_steps != accumulation or accelerator.gradient_state.sync_with_dataloader:
-        raise ValueError(
-            f"--gradient_accumulation_steps is {accumulation}, for which the accelerator was not made: make it with "
-            f"create_accelerator({accumulation})."
-        )
-    model, optimizer, dataloader = accelerator.prepare(model, create_optimizer(model, args), dataloader)
-    total_steps = num_training_steps(dataloader, args)
-    scheduler = accelerator.prepare(create_scheduler(optimizer, args, total_steps))
-    if eval_every == "epoch":
-        eval_every = steps_per_epoch(dataloader, args)
-
-    state = TrainingState(model)
-    window = Sums(accelerator)  # since the last log
-    num_tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
-    settings = {
-        **{f"--{name}": value for name, value in asdict(args).items() if name != "per_device_eval_batch_size"},
-        "the number of processes": accelerator.num_processes,
-        "the number of batches of an epoch": _num_batches(dataloader),
-    }
-    epoch = first = 0  # of the next micro-batch
-    resume_from = None if checkpoints is None else find_checkpoint(checkpoints)
-    if resume_from is not None:
-        progress = load_checkpoint(accelerator, resume_from, settings)
-        for name in ("step", "seconds", "num_tokens", "history"):
-            setattr(state, name, progress[name])
-        if accelerator.is_main_process:  # sums over all processes, once
-            num_tokens += progress["num_tokens"]
-            window.load(progress["window"])
-        accelerator.print(f"Going on from {resume_from}")
-        epoch, first = progress["epoch"], progress["batch"]
-    stream = _micro_batches(accelerator, dataloader, epoch, first)
-
-    save_every = None if checkpoints is None else checkpoints.checkpointing_steps
-
-    def save() -> None:
-        assert checkpoints is not None
-        state.seconds = time.perf_counter() - start
-        progress = {
-            "settings": settings,
-            "step": state.step,
-            "epoch": epoch,
-            "batch": first,
-            "seconds": state.seconds,
-            "num_tokens": int(accelerator.reduce(num_tokens, "sum")),
-            "history": state.history,
-            "window": window.reduced(),
-        }
-        save_checkpoint(accelerator, checkpoints, state.step, progress)
-
-    bar = tqdm(
-        total=total_steps, initial=state.step, desc=desc, unit=" steps", disable=not accelerator.is_main_process
-    )
-    model.train()
-    start = time.perf_counter() - state.seconds
-    # Without checkpoints there is nothing to save: SIGTERM then ends the process as usual.
-    with StopSignal() if checkpoints is not None else nullcontext(StopSignal()) as stop:
-        while state.step < total_steps:
-            micro_batches = [next(stream) for _ in range(accumulation)]
-            epoch, first = micro_batches[-1].epoch, micro_batches[-1].index + 1
-            targets = [objective.num_targets(micro_batch.batch) for micro_batch in micro_batches]
-            total_targets = accelerator.reduce(
-                {name: torch.stack([counts[name] for counts in targets]).sum() for name in targets[0]}, "sum"
-            )
-            step_loss = torch.zeros((), device=accelerator.device)
-            for micro_batch, counts in zip(micro_batches, targets, strict=True):
-                batch = micro_batch.batch
-                with accelerator.accumulate(model):
-                    outputs = model(**batch)
-                    # Where a loss has no target its mean is 0 / 0.
-                    losses = {
-                        name: torch.where(counts[name] > 0, loss, 0.0)
-                        for name, loss in objective.losses(outputs).items()
-                    }
-                    # In float32 at least, and in float64 where the model is.
-                    shares = {
-                        name: counts[name].to(torch.promote_types(loss.dtype, torch.float32))
-                        / total_targets[name].clamp(min=1)
-                        for name, loss in losses.items()
-                    }
-                    loss = sum(losses[name] * shares[name] for name in losses)
-                    # Accelerate divides by the number of micro-batches, and the mean over processes by theirs.
-                    accelerator.backward(loss * (accumulation * accelerator.num_processes))
-                    with torch.no_grad():
-                        step_loss += loss.detach()
-                        window.add({name: (losses[name] * counts[name], counts[name]) for name in losses})
-                        window.add(objective.scores(outputs, batch, with_loss=False))
-                        num_tokens += batch["attention_mask"].sum()
-                    if accelerator.sync_gradients:
-                        received = torch.full_like(step_loss, stop.received)
-                        total_loss, signals = accelerator.reduce(torch.stack([step_loss, received]), "sum")
-                        if not torch.isfinite(total_loss):
-                            bar.close()
-                            raise FloatingPointError(
-                                f"The loss of step {state.step + 1} is not finite (epoch {micro_batch.epoch + 1}, "
-                                f"batches {micro_batches[0].index + 1} to {micro_batch.index + 1}). The weights are "
-                                f"those after step {state.step}. Lower --learning_rate, now {args.learning_rate:g}, "
-                                f"or --max_grad_norm, now {args.max_grad_norm:g}."
-                            )
-                        accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                    optimizer.step()
-                    if accelerator.sync_gradients and not optimizer.step_was_skipped:
-                        scheduler.step()
-                    optimizer.zero_grad()
-            state.step += 1
-            bar.update()
-            if state.step % logging_steps == 0 or state.step == total_steps:
-                state.seconds = time.perf_counter() - start
-                state.num_tokens = int(accelerator.reduce(num_tokens, "sum"))
-                figures = window.means()
-                shown = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)]
-                bar.set_postfix_str(", ".join([*shown, f"{state.tokens_per_second:,.0f} tokens/s"]))
-                figures |= {"learning_rate": scheduler.get_last_lr()[0], "tokens_per_second": state.tokens_per_second}
-                log_figures(accelerator, state, figures)
-                window = Sums(accelerator)
-            if evaluation is not None and eval_every and state.step % eval_every == 0 and state.step < total_steps:
-                paused = time.perf_counter()
-                with torch.random.fork_rng(devices=[]):  # from which a loader draws a seed
-                    figures = {f"eval_{name}": value for name, value in evaluation(model).items()}
-                log_figures(accelerator, state, figures)
-                if accelerator.is_main_process:
-                    shown = [f"{name} {value:.4g}" for name, value in figures.items()]
-                    bar.write(f"Step {state.step}: {', '.join(shown)}")
-                start += time.perf_counter() - paused
-            if signals or (save_every is not None and state.step % save_every == 0):
-                save()
-            if signals:
-                # All processes stop after the same step, whichever got the signal.
-                state.interrupted = state.step < total_steps
-                break
-    bar.close()
-    return state
-
-
-def log_figures(accelerator: Accelerator, state: TrainingState, figures: Mapping[str, float]) -> None:
-    """Hands figures of the present step to the trackers, and keeps them in the history."""
-    accelerator.log(dict(figures), step=state.step)
-    state.history.append({"step": state.step, **figures})
-
-
-class Sums:
-    """Sums and numbers of targets by name, the same on all processes once [`means`] is asked for."""
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        self.sums: dict[str, torch.Tensor] = {}
-
-    def add(self, scores: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Adds (sums, numbers) of any shape."""
-        for name, (total, count) in scores.items():
-            pair = torch.stack([value.detach().to(self.dtype).sum() for value in (total, count)])
-            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
-
-    def reduced(self) -> dict[str, list[float]]:
-        """The sums and numbers over all processes, for [`load`]."""
-        sums = self.accelerator.reduce(self.sums, "sum") if self.sums else {}
-        return {name: pair.tolist() for name, pair in sums.items()}
-
-    def load(self, sums: Mapping[str, list[float]]) -> None:
-        """Takes over what [`reduced`] gave; on one process only."""
-        device = self.accelerator.device
-        self.sums = {name: torch.tensor(pair, dtype=self.dtype, device=device) for name, pair in sums.items()}
-
-    def means(self, reduce: bool = True) -> dict[str, float]:
-        """Sum over number for every name; NaN where there was no target."""
-        sums = self.accelerator.reduce(self.sums, "sum") if reduce else self.sums
-        return {name: float(total / count) for name, (total, count) in sums.items()}
-
-
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator, model: nn.Module, objective: Objective, dataloader: DataLoader, desc: str = "Evaluating"
-) -> dict[str, float]:
-    """Mean losses and accuracies over every target of a data set, each row counted once.
-
-    Args:
-        accelerator: gathers over the processes.
-        model: [`TrainingState.model`], or a model on the accelerator's device.
-        objective: names the scores.
-        dataloader: from [`eval_dataloader`], not prepared yet.
-        desc: text beside the progress bar.
-    """
-    dataloader = accelerator.prepare(dataloader)
-    was_training = model.training
-    model.eval()
-    sums = Sums(accelerator)
-    for batch in tqdm(dataloader, desc=desc, leave=False, disable=not accelerator.is_main_process):
-        # Rows that fill up the last batch of the processes are dropped here.
-        sums.add(accelerator.gather_for_metrics(objective.scores(model(**batch), batch)))
-    model.train(was_training)
-    return sums.means(reduce=False)
-
-
-def save_pretrained(
-    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, output_dir: str | os.PathLike
-) -> None:
-    """Writes model and tokenizer for `from_pretrained`; called by all processes, written by the main one."""
-    state_dict = accelerator.get_state_dict(model)
-    accelerator.unwrap_model(model).save_pretrained(
-        output_dir, is_main_process=accelerator.is_main_process, state_dict=state_dict
-    )
-    if accelerator.is_main_process:
-        # AutoTokenizer will load it by the general class, which must be told about BERT's token types.
-        tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
-        tokenizer.save_pretrained(output_dir)
-    accelerator.wait_for_everyone()
+    return TrainingLoop(
+        accelerator,
+        model,
+        objective,
+        loader,
+        args,
+        seed,
+        logging_steps,
+        desc,
+        checkpoints,
+        evaluation,
+        save_model,
+        on_save,
+        settings,
+    ).run()

@@ -86,7 +86,8 @@ def _num_parameters(output_dir: Path) -> int:
     return count
 
 
-def _limits(config: BaseConfig) -> list[str]:
+def limits_of(config: BaseConfig) -> list[str]:
+    """Sentences about what a model of this configuration cannot do, whatever it was trained on."""
     limits = [f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."]
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is not None:
@@ -95,7 +96,8 @@ def _limits(config: BaseConfig) -> list[str]:
                 f"{config.num_landmarks} landmarks; shorter ones get it exactly."
             )
         limits.append(
-            "Loaded otherwise than above, it becomes Transformers' own class of this name, which with these values "
+            "Loaded without `nystrom_models` and without `trust_remote_code=True`, it becomes Transformers' own class "
+            "of this name, which with these values "
             + (
                 "computes exact attention instead, in quadratic time."
                 if config.num_landmarks == config.segment_means_seq_len
@@ -106,7 +108,6 @@ def _limits(config: BaseConfig) -> list[str]:
         slots = config.projected_dim
         number = f"{min(slots)} to {max(slots)}" if isinstance(slots, list) else str(slots)
         limits.append(f"Attention goes through {number} slots that keys and values are projected to, at any length.")
-    limits.append("It repeats the errors and biases of the data it was trained on; they were not examined.")
     return limits
 
 
@@ -242,7 +243,11 @@ def model_card(
         ],
         hardware=hardware or _hardware(),
         versions=_versions(),
-        limits=[*_limits(config), *limits],
+        limits=[
+            *limits_of(config),
+            "It repeats the errors and biases of the data it was trained on; they were not examined.",
+            *limits,
+        ],
     )
 
 

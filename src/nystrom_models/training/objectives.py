@@ -89,6 +89,25 @@ class ClassificationObjective:
         return _classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
 
 
+class MultiLabelObjective:
+    """Any number of classes a row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
+
+    def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": torch.tensor(batch["labels"].numel(), device=batch["labels"].device)}
+
+    def losses(self, outputs: Any) -> dict[str, Tensor]:
+        return {"loss": outputs.loss}
+
+    def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        logits, labels = outputs.logits.float(), batch["labels"].float()
+        right = ((logits > 0) == (labels > 0.5)).float()
+        scores = {"accuracy": (right.sum(1), torch.ones_like(right).sum(1))}
+        if with_loss:
+            losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+            scores["loss"] = (losses.sum(1), torch.ones_like(losses).sum(1))
+        return scores
+
+
 class RegressionObjective:
     """One number a row, for a `ForSequenceClassification` model with one label."""
 

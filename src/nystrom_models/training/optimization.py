@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer and learning-rate schedule of BERT-style training."""
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_linear_schedule_with_warmup
+from transformers import SchedulerType, get_scheduler
+
+# These follow what a run measures, not its steps.
+_UNSUPPORTED = {"reduce_lr_on_plateau", "greedy"}
+SCHEDULES = tuple(kind.value for kind in SchedulerType if kind.value not in _UNSUPPORTED)
 
 
 @dataclass
@@ -15,15 +21,38 @@ class OptimizationArguments:
     per_device_train_batch_size: int = field(default=32, metadata={"help": "Rows of one micro-batch on a device."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows of one evaluation batch."})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Micro-batches of one optimizer step."})
+    tokens_per_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of one optimizer step over all devices, in place of a number of rows: it then takes as "
+            "many micro-batches of up to --per_device_train_batch_size rows as that needs."
+        },
+    )
+    group_by_length: bool = field(
+        default=False,
+        metadata={"help": "With --tokens_per_step: rows of a step have about the same length, which saves padding."},
+    )
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
     weight_decay: float = field(default=0.01, metadata={"help": "Of AdamW; none on biases and layer norms."})
     adam_beta1: float = field(default=0.9, metadata={"help": "First-moment decay of AdamW."})
     adam_beta2: float = field(default=0.999, metadata={"help": "Second-moment decay of AdamW."})
     adam_epsilon: float = field(default=1e-6, metadata={"help": "Epsilon of AdamW."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
+    max_skipped_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Leave out so many steps whose loss or gradient is not finite, before the run ends in error."
+        },
+    )
     num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data."})
     max_train_steps: int | None = field(
         default=None, metadata={"help": "Optimizer steps; takes the place of --num_train_epochs."}
+    )
+    lr_scheduler_type: str = field(
+        default="linear", metadata={"help": f"What the learning rate does after the warm-up: {', '.join(SCHEDULES)}."}
+    )
+    lr_scheduler_kwargs: str | None = field(
+        default=None, metadata={"help": 'Arguments of the schedule as JSON, such as {"num_decay_steps": 1000}.'}
     )
     warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps with rising learning rate."})
     num_warmup_steps: int | None = field(
@@ -34,8 +63,24 @@ class OptimizationArguments:
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, but is {getattr(self, name)}.")
-        if self.max_train_steps is not None and self.max_train_steps < 1:
-            raise ValueError(f"--max_train_steps must be at least 1, but is {self.max_train_steps}.")
+        for name in ("max_train_steps", "tokens_per_step"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, but is {value}.")
+        if self.tokens_per_step is not None and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "--tokens_per_step says how many micro-batches a step takes: leave out --gradient_accumulation_steps."
+            )
+        if self.group_by_length and self.tokens_per_step is None:
+            raise ValueError(
+                "--group_by_length alone makes unequal steps: say how large they are in tokens, --tokens_per_step."
+            )
+        if self.max_skipped_steps < 0:
+            raise ValueError(f"--max_skipped_steps must be at least 0, but is {self.max_skipped_steps}.")
+        if self.lr_scheduler_type not in SCHEDULES:
+            raise ValueError(
+                f"--lr_scheduler_type must be one of {', '.join(SCHEDULES)}, but is {self.lr_scheduler_type}."
+            )
+        self.schedule_options()
         if self.num_train_epochs <= 0:
             raise ValueError(f"--num_train_epochs must be positive, but is {self.num_train_epochs}.")
         if self.num_warmup_steps is not None and self.num_warmup_steps < 0:
@@ -45,6 +90,16 @@ class OptimizationArguments:
         for name in ("learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be positive, but is {getattr(self, name)}.")
+
+    def schedule_options(self) -> dict[str, Any]:
+        """`--lr_scheduler_kwargs` as a dictionary."""
+        try:
+            options = json.loads(self.lr_scheduler_kwargs or "{}")
+        except ValueError as error:
+            raise ValueError(f"--lr_scheduler_kwargs {self.lr_scheduler_kwargs!r} is not JSON: {error}.") from error
+        if not isinstance(options, dict):
+            raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, but is {self.lr_scheduler_kwargs!r}.")
+        return options
 
 
 def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.optim.AdamW:
@@ -66,8 +121,29 @@ def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.opt
 def create_scheduler(
     optimizer: torch.optim.Optimizer, args: OptimizationArguments, num_training_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up over `num_warmup_steps`, or `warmup_ratio` of the steps, then linear decay to zero."""
+    """A schedule of `transformers.get_scheduler`: warm-up over `num_warmup_steps`, or `warmup_ratio` of the steps, and
+    what `lr_scheduler_type` says.
+
+    Raises:
+        ValueError: if `lr_scheduler_kwargs` are none of that schedule.
+    """
     warmup = args.num_warmup_steps
     if warmup is None:
         warmup = round(args.warmup_ratio * num_training_steps)
-    return get_linear_schedule_with_warmup(optimizer, warmup, num_training_steps)
+    options = args.schedule_options()
+    if args.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in options:
+        options["num_decay_steps"] = num_training_steps // 10
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not suit --lr_scheduler_type "
+            f"{args.lr_scheduler_type}: {error}"
+        ) from error
+
+
+def set_schedule_step(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
+    """Sets the learning rates to those of a step, whatever those were that a checkpoint brought."""
+    # At a count of 1, PyTorch would warn of a schedule that moves before the optimizer does.
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step - 1, "_step_count": max(step, 2)})
+    scheduler.step()

@@ -2,8 +2,9 @@
 """Pretraining with masked language modeling (MLM) and sentence-order prediction (SOP)."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -21,14 +22,21 @@ from transformers import (
 from ..conversion import convert
 from ..conversion.encoders import SOURCE_TYPES
 from ..data.classification import require_column
-from ..data.loading import eval_dataloader, stream_dataloader, train_dataloader
-from ..data.pretraining import PretrainingCollator, pretraining_dataset, pretraining_stream
+from ..data.loading import RowLoader, TrainingLoader, eval_dataloader
+from ..data.masking import PretrainingCollator
+from ..data.pretraining import MIN_ORDERED_SHARE, ordered_share, pretraining_dataset
+from ..data.streams import pretraining_stream
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
-from .loop import evaluate, log_figures, save_pretrained, train
+from .identity import data_digest, model_settings, weights_digest
 from .objectives import PretrainingObjective
 from .optimization import OptimizationArguments
-from .run import finish_run, prepare_model, start_run
+from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
+from .saving import bare_model, save_pretrained
+from .scores import evaluate
+
+# Of the held-out tokens, whatever --mlm_probability says of those to train on: figures of different runs compare.
+EVAL_MLM_PROBABILITY = 0.15
 
 
 @dataclass(kw_only=True)
@@ -48,17 +56,24 @@ class PretrainingArguments(RunArguments, DataArguments):
     tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; that of the model if not given."})
     streaming: bool = field(default=False, metadata={"help": "Read the documents while training, in their order."})
     shuffle_buffer_size: int = field(
-        default=10_000, metadata={"help": "With --streaming, examples are drawn at random from so many."}
+        default=10_000, metadata={"help": "With --streaming, rows are drawn at random from so many."}
     )
     validation_split_percentage: float = field(
         default=5.0, metadata={"help": "Documents held out where there are none to validate on."}
     )
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
     max_length: int | None = field(
-        default=None, metadata={"help": "Tokens of an example, at most; those the model takes if not given."}
+        default=None, metadata={"help": "Tokens of a row, at most; those the model takes if not given."}
     )
-    short_seq_prob: float = field(default=0.1, metadata={"help": "Share of examples that are shorter at random."})
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens to predict."})
+    short_seq_prob: float = field(default=0.1, metadata={"help": "Share of rows that are shorter at random."})
+    sentence_order: bool = field(
+        default=True,
+        metadata={"help": "Predict the order of sentences, too; --no_sentence_order: masked tokens alone."},
+    )
+    mlm_probability: float = field(
+        default=0.15,
+        metadata={"help": "Share of tokens to predict in training; 0.15 in evaluation, so that figures compare."},
+    )
     whole_word_mask: bool = field(default=False, metadata={"help": "Mask all pieces of a word or none."})
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Round the length of a batch up."})
 
@@ -76,6 +91,30 @@ class PretrainingArguments(RunArguments, DataArguments):
             )
         if self.streaming and self.eval_strategy == "epoch":
             self.eval_strategy = "no"  # a stream does not tell where its epoch ends
+        if not self.do_train and self.model_name_or_path is None:
+            raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
+
+    def row_options(self) -> dict[str, Any]:
+        """Arguments of [`pretraining_dataset`] and [`pretraining_stream`]."""
+        return {
+            "max_length": self.max_length,
+            "short_seq_prob": self.short_seq_prob,
+            "seed": self.seed,
+            "text_column": self.text_column_name,
+            "language": self.language or "en",
+            "with_word_starts": self.whole_word_mask,
+        }
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float) -> PretrainingCollator:
+        """What makes batches of rows."""
+        return PretrainingCollator(
+            tokenizer,
+            mlm_probability,
+            self.whole_word_mask,
+            sentence_order=self.sentence_order,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            seed=self.seed,
+        )
 
 
 def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> BaseConfig:
@@ -106,35 +145,100 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> B
 
 
 def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
+    """A new model, one to go on with, or one that is made from a BERT or RoBERTa."""
     if args.model_name_or_path is None:
         return AutoModelForPreTraining.from_config(config)
     source = AutoConfig.from_pretrained(args.model_name_or_path)
     if source.model_type in SOURCE_TYPES:
         return convert(args.model_name_or_path, config)
-    return AutoModelForPreTraining.from_pretrained(args.model_name_or_path, config=config)
+    model, loaded = AutoModelForPreTraining.from_pretrained(
+        args.model_name_or_path, config=config, output_loading_info=True
+    )
+    if not args.do_train and loaded["missing_keys"]:
+        raise ValueError(
+            f"--no_do_train needs a model that was pretrained: {args.model_name_or_path} has no "
+            f"{', '.join(sorted(loaded['missing_keys']))}."
+        )
+    return model
 
 
-def _examples(
-    args: PretrainingArguments, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, what: str
-) -> Dataset | IterableDataset:
-    options: dict[str, Any] = {
-        "max_length": args.max_length,
-        "short_seq_prob": args.short_seq_prob,
-        "seed": args.seed,
-        "text_column": args.text_column_name,
-    }
-    if isinstance(documents, IterableDataset):
-        return pretraining_stream(documents, tokenizer, buffer_size=args.shuffle_buffer_size, **options)
+def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
     require_column(documents, args.text_column_name, f"the {what} documents")
     return pretraining_dataset(
-        documents, tokenizer, num_proc=args.preprocessing_num_workers, desc=f"Building the {what} examples", **options
+        documents,
+        tokenizer,
+        num_proc=args.preprocessing_num_workers,
+        load_from_cache_file=not args.overwrite_cache,
+        desc=f"Building the {what} rows",
+        **args.row_options(),
     )
+
+
+def _check_order(args: PretrainingArguments, share: float) -> str:
+    """Says how many rows have a sentence order, and refuses too few: the SOP loss would be about nothing."""
+    if not args.sentence_order:
+        return "Without sentence order: masked tokens alone"
+    if share < MIN_ORDERED_SHARE:
+        raise ValueError(
+            f"{share:.1%} of the training rows have two sentences or more: there is no sentence order to learn. Give "
+            "documents of several sentences, with their punctuation, or --no_sentence_order to train on masked "
+            "tokens alone."
+        )
+    return f"{share:.0%} of the training rows have two sentences or more, and so an order"
 
 
 def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader) -> dict[str, float]:
     """MLM loss, accuracy and perplexity, and SOP loss and accuracy, over a whole data set."""
     scores = evaluate(accelerator, model, PretrainingObjective(), dataloader)
     return {**scores, "perplexity": math.exp(min(scores["mlm_loss"], 700.0))}
+
+
+def _save(
+    accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, sparse: bool
+) -> Callable[[nn.Module, Path], None]:
+    """Saves the model with the `sparse_prediction` that its configuration came with."""
+
+    def save(model: nn.Module, folder: Path) -> None:
+        config = bare_model(accelerator, model).config
+        training, config.sparse_prediction = config.sparse_prediction, sparse
+        save_pretrained(accelerator, model, tokenizer, folder)
+        config.sparse_prediction = training
+
+    return save
+
+
+def _loader(
+    args: PretrainingArguments,
+    optimization: OptimizationArguments,
+    documents: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[TrainingLoader, float, str]:
+    """The loader to train by, the share of its rows with a sentence order, and the digest of its data."""
+    collator = args.collator(tokenizer, args.mlm_probability)
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": optimization.per_device_train_batch_size,
+        "gradient_accumulation_steps": optimization.gradient_accumulation_steps,
+        **args.loader_options(),
+    }
+    if isinstance(documents, IterableDataset):
+        if optimization.tokens_per_step is not None:
+            raise ValueError("--tokens_per_step needs rows that can be counted: leave out --streaming.")
+        stream = pretraining_stream(
+            documents, tokenizer, collator, buffer_size=args.shuffle_buffer_size, **args.row_options(), **options
+        )
+        first = Dataset.from_list(list(documents.take(100)))
+        share = ordered_share(_rows(args, first, tokenizer, "first"))
+        return stream, share, data_digest(documents)
+    rows = _rows(args, documents, tokenizer, "training")
+    loader = RowLoader(
+        rows,
+        collator,
+        tokens_per_step=optimization.tokens_per_step,
+        group_by_length=optimization.group_by_length,
+        seed=args.seed,
+        **options,
+    )
+    return loader, ordered_share(rows), data_digest(rows)
 
 
 def pretrain(
@@ -145,7 +249,8 @@ def pretrain(
     """Pretrains a model, from nothing or from given weights, and evaluates it on held-out documents.
 
     In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
-    card, and the checkpoints asked for. A run that SIGTERM ends leaves its checkpoint alone, to go on from.
+    card, and the checkpoints asked for. A run that a signal ends leaves its checkpoint alone, to go on from. With
+    `--no_do_train`, the model is evaluated as it is.
 
     Args:
         args: model, data, seed and output.
@@ -153,17 +258,20 @@ def pretrain(
         documents: `train`, which may be a stream, and `validation`, with a document a row.
 
     Returns:
-        The scores of `validation`, and the figures of `train`, which stand alone after SIGTERM.
+        The scores of `validation`, and the figures of `train`, which stand alone after a signal.
 
     Raises:
-        ValueError: if the documents, the tokenizer and the model do not fit together; before anything is trained.
+        ValueError: if the documents, the tokenizer and the model do not fit together, or have no sentence order;
+            before anything is trained.
     """
-    accelerator = start_run(args, optimization)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path)
+    accelerator = start_run(args)
+    tokenizer = AutoTokenizer.from_pretrained(
+        args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
+    )
     config = _config(args, tokenizer)
     longest = config.max_position_embeddings
     if args.max_length is None:
-        args.max_length = longest
+        args = replace(args, max_length=longest)
     elif args.max_length > longest:
         raise ValueError(
             f"--max_length {args.max_length} is more than the {longest} tokens that the model takes: lower it, or "
@@ -171,71 +279,78 @@ def pretrain(
         )
     tokenizer.model_max_length = longest
     with accelerator.main_process_first():
-        examples = {what: _examples(args, rows, tokenizer, what) for what, rows in documents.items()}
+        held_out = eval_dataloader(
+            _rows(args, documents["validation"], tokenizer, "validation"),
+            # The same in every evaluation of every run, whatever is masked in training.
+            args.collator(tokenizer, EVAL_MLM_PROBABILITY),
+            optimization.per_device_eval_batch_size,
+            **args.loader_options(),
+        )
+
+    def scores(model: nn.Module) -> dict[str, float]:
+        return held_out_scores(accelerator, model, held_out)
 
     model = _model(args, config)
     prepare_model(model, args)
-    # Logits at the tokens to predict alone; how many those are is data, for which a compiled model has no shape.
-    sparse = config.sparse_prediction
-    model.config.sparse_prediction = not args.torch_compile
     accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
-    collator = PretrainingCollator(
-        tokenizer,
-        args.mlm_probability,
-        args.whole_word_mask,
-        pad_to_multiple_of=args.pad_to_multiple_of,
-        seed=args.seed,
-    )
-    batch_size, workers = optimization.per_device_train_batch_size, args.dataloader_num_workers
-    if isinstance(examples["train"], IterableDataset):
-        loader = stream_dataloader(examples["train"], collator, batch_size, num_workers=workers)
-    else:
-        total = batch_size * accelerator.num_processes * optimization.gradient_accumulation_steps
-        loader = train_dataloader(examples["train"], collator, batch_size, total, args.seed, num_workers=workers)
-    # Held-out examples are masked the same in every evaluation.
-    held_out = accelerator.prepare(
-        eval_dataloader(
-            examples["validation"],
-            PretrainingCollator(tokenizer, args.mlm_probability, args.whole_word_mask, seed=args.seed),
-            optimization.per_device_eval_batch_size,
-        )
-    )
-    state = train(
+    identity = {"validation": data_digest(held_out.dataset)}
+    if args.model_name_or_path is not None:
+        identity["model"] = weights_digest(args.model_name_or_path, config)
+    if not args.do_train:
+        prepared = accelerator.prepare(model)
+        results: dict[str, dict[str, Any]] = {"validation": scores(prepared)}
+        finish_run(accelerator, None, results, (args, optimization), identity, {})
+        return results
+
+    settings = model_settings(config, tokenizer)
+    save_model = _save(accelerator, tokenizer, config.sparse_prediction)
+    # Logits at the tokens to predict alone; how many those are is data, for which a compiled model has no shape.
+    model.config.sparse_prediction = not args.torch_compile
+    with accelerator.main_process_first():
+        loader, share, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
+    accelerator.print(_check_order(args, share))
+    goal = args.goal("mlm_loss")
+    start_trackers(accelerator, args, optimization)
+    state = train_model(
         accelerator,
         model,
         PretrainingObjective(),
         loader,
-        optimization,
-        args.logging_steps,
-        "Pretraining",
         args,
-        evaluation=lambda model: held_out_scores(accelerator, model, held_out),
-        eval_every=args.eval_every,
+        optimization,
+        scores,
+        goal,
+        "Pretraining",
+        save_model,
+        {"the training data": identity["train"], **settings},
     )
-    results: dict[str, dict[str, Any]] = {"train": state.figures()}
+    results = {"train": state.figures()}
     if state.interrupted:
-        accelerator.print(f"Stopped after step {state.step}; --resume_from_checkpoint latest goes on.")
         return results
-    model.config.sparse_prediction = sparse
-    # Saved first: what follows cannot cost the training.
-    save_pretrained(accelerator, state.model, tokenizer, args.output_dir)
-
-    results["validation"] = held_out_scores(accelerator, state.model, held_out)
-    log_figures(accelerator, state, {f"eval_{name}": value for name, value in results["validation"].items()})
-    num_documents = len(documents["train"]) if isinstance(documents["train"], Dataset) else None
+    results["validation"] = final_scores(accelerator, state, args, scores, goal, save_model)
+    results["train"] = state.figures()
     finish_run(
         accelerator,
         state,
         results,
         (args, optimization),
+        identity,
         metrics={name: value for name, value in results["validation"].items() if not name.endswith("_loss")},
-        data=(
-            f"Pretrained on {f'{num_documents:,} documents' if num_documents else 'a stream of documents'} of "
-            f"{args.data_source()}, with masked tokens and sentence order; evaluated on "
-            f"{len(documents['validation']):,} documents that were held out."
-        ),
+        data=_data(args, documents),
         base_model=args.model_name_or_path,
         dataset_name=args.hub_dataset()[0],
         dataset_config_name=args.hub_dataset()[1],
     )
     return results
+
+
+def _data(args: PretrainingArguments, documents: Mapping[str, Dataset | IterableDataset]) -> str:
+    """What the model card says of the data."""
+    train = documents["train"]
+    number = f"{len(train):,} documents" if isinstance(train, Dataset) else "a stream of documents"
+    return (
+        f"Pretrained on {number} of {args.data_source()}, with masked tokens"
+        f"{' and sentence order' if args.sentence_order else ''}; evaluated on "
+        f"{len(documents['validation']):,} documents that were held out, of whose tokens "
+        f"{EVAL_MLM_PROBABILITY:.0%} are masked."
+    )

@@ -27,16 +27,38 @@ def _json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(path: Path, content: Any, lines: bool = False) -> None:
-    """Writes a JSON file, complete or not at all; with `lines`, an item of `content` a line. NaN becomes null."""
+def write_json(path: Path, content: Any, lines: bool = False, append: bool = False) -> None:
+    """Writes a JSON file, complete or not at all; with `lines`, an item of `content` a line, which `append` adds. NaN
+    becomes null."""
     content = _json(content)
     parts = [json.dumps(item, allow_nan=False) for item in content] if lines else [json.dumps(content, indent=2)]
+    if append:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(part + "\n" for part in parts))
+        return
     aside = path.with_name(path.name + ".tmp")
     aside.write_text("".join(part + "\n" for part in parts), encoding="utf-8")
     aside.replace(path)
 
 
-def results_content(results: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one a line, but for a last line that was cut off; null becomes NaN. None without such
+    a file."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        rows.append({name: math.nan if value is None else value for name, value in row.items()})
+    return rows
+
+
+def results_content(
+    results: Mapping[str, Any], *arguments: Any, identity: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What [`write_results`] writes, as it reads back."""
     return _json(
         {
@@ -47,6 +69,7 @@ def results_content(results: Mapping[str, Any], *arguments: Any) -> dict[str, An
                 for name, value in asdict(part).items()
                 if not name.endswith("_token")
             },
+            "identity": dict(identity or {}),
             "versions": {
                 "python": platform.python_version(),
                 "nystrom_models": __version__,
@@ -63,17 +86,23 @@ def read_results(output_dir: str | os.PathLike) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def write_results(output_dir: str | os.PathLike, results: Mapping[str, Any], *arguments: Any) -> Path:
+def write_results(
+    output_dir: str | os.PathLike,
+    results: Mapping[str, Any],
+    *arguments: Any,
+    identity: Mapping[str, Any] | None = None,
+) -> Path:
     """Writes `all_results.json`, complete or not at all.
 
     Args:
         output_dir: an existing folder.
         results: figures, in any nesting; NaN is written as null.
         arguments: dataclasses, whose fields are written, but for those whose name ends in `_token`: they are secret.
+        identity: digests of what the results come from.
 
     Returns:
-        The file: an object with `results`, `arguments` and `versions`.
+        The file: an object with `results`, `arguments`, `identity` and `versions`.
     """
     path = Path(output_dir, "all_results.json")
-    write_json(path, results_content(results, *arguments))
+    write_json(path, results_content(results, *arguments, identity=identity))
     return path

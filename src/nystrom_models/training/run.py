@@ -1,62 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
 """The beginning and the end of a run: the same for pretraining and fine-tuning."""
 
+import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
+from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
+from ..data.loading import TrainingLoader
 from ..models.configuration_base import BaseConfig
 from .arguments import RunArguments
+from .checkpoints import BestModel, make_way
 from .curve import plot_history
-from .hub import push
-from .loop import TrainingState, create_accelerator
+from .hub import IGNORED_OF_CHECKPOINTS, create_repository, push
+from .identity import HOUSEKEEPING, PLACES, flags, run_settings
+from .launch import create_accelerator
+from .loop import Evaluation, TrainingState, log_figures, num_training_steps, train
 from .model_card import write_model_card
+from .objectives import Objective
 from .optimization import OptimizationArguments
-from .results import write_json, write_results
+from .results import write_results
+from .selection import Goal
 
-# What is no hyper-parameter: where things lie, and how the run is shown, saved and published.
-_HOUSEKEEPING = {
-    *("output_dir", "cache_dir", "checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
-    *("train_file", "validation_file", "test_file", "validation_mismatched_file", "test_mismatched_file"),
-    *("with_tracking", "report_to", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "logging_steps"),
-    *("preprocessing_num_workers", "dataloader_num_workers", "eval_strategy", "eval_steps"),
+Scores = Callable[[nn.Module], Mapping[str, float]]
+
+# What a tracker calls the argument by which a run is named; the others name it by the project.
+_RUN_NAMES = {
+    "wandb": "name",
+    "trackio": "name",
+    "mlflow": "run_name",
+    "clearml": "task_name",
+    "swanlab": "experiment_name",
 }
 
 
-def start_run(args: RunArguments, optimization: OptimizationArguments) -> Accelerator:
-    """Makes `--output_dir` and the accelerator, starts the trackers, sets the seed, and quiets all but one process."""
-    os.makedirs(args.output_dir, exist_ok=True)
+def start_run(args: RunArguments) -> Accelerator:
+    """Makes `--output_dir` and the accelerator, starts the trackers, sets the seed, and quiets all but one process.
+
+    Raises:
+        ValueError: if `--output_dir` holds checkpoints of an earlier run.
+        PermissionError, ConnectionError: if the Hub would not take what `--push_to_hub` is to upload.
+        ImportError: if a tracker is not installed.
+    """
     options: dict[str, Any] = {}
     if args.torch_compile:
         # Batches differ in length: one graph for all of them.
         options["dynamo_plugin"] = TorchDynamoPlugin(backend=args.torch_compile_backend.upper(), dynamic=True)
     if args.with_tracking:
-        options |= {"log_with": args.report_to, "project_dir": args.output_dir}
-    accelerator = create_accelerator(
-        optimization.gradient_accumulation_steps,
-        args.mixed_precision,
-        # Processes read a stream side by side: batches of different lengths cannot be dispatched from one.
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
-        **options,
-    )
+        logs = ProjectConfiguration(args.output_dir, logging_dir=os.path.join(args.output_dir, "logs"))
+        options |= {"log_with": args.report_to, "project_config": logs}
+    accelerator = create_accelerator(args.mixed_precision, **options)
+    if args.do_train:
+        make_way(args, remove=accelerator.is_main_process)
+    if args.push_to_hub and accelerator.is_main_process:
+        # Before anything is trained: a token that the Hub refuses would show after days.
+        create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
+    os.makedirs(args.output_dir, exist_ok=True)
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()
-    if args.with_tracking:
-        config = {name: str(value) for name, value in _hyperparameters(args, optimization).items()}
-        accelerator.init_trackers("logs", config=config)
     set_seed(args.seed)
     return accelerator
+
+
+def start_trackers(accelerator: Accelerator, args: RunArguments, *arguments: Any) -> None:
+    """Starts the trackers, and tells them the hyper-parameters: numbers as numbers, which can be sorted."""
+    if not args.with_tracking:
+        return
+    known = (bool, int, float, str)
+    hyperparameters = {
+        name: value if isinstance(value, known) else json.dumps(value)
+        for name, value in _hyperparameters(args, *arguments).items()
+    }
+    name = args.run_name or Path(args.output_dir).resolve().name
+    accelerator.init_trackers(
+        args.project_name,
+        config=hyperparameters,
+        init_kwargs={tracker: {option: name} for tracker, option in _RUN_NAMES.items()},
+    )
 
 
 def prepare_model(model: PreTrainedModel, args: RunArguments) -> None:
@@ -65,62 +96,178 @@ def prepare_model(model: PreTrainedModel, args: RunArguments) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+def train_model(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    objective: Objective,
+    loader: TrainingLoader,
+    args: RunArguments,
+    optimization: OptimizationArguments,
+    scores: Scores,
+    goal: Goal,
+    desc: str,
+    save_model: Callable[[nn.Module, Path], None],
+    settings: Mapping[str, Any],
+) -> TrainingState:
+    """Trains as the flags say, and leaves the last model, or the best one, in `--output_dir`.
+
+    Args:
+        accelerator: of [`start_run`].
+        model: not prepared yet.
+        objective, loader: of [`train`].
+        args, optimization: the flags.
+        scores: the held-out figures of the prepared model.
+        goal: what "better" means.
+        desc: text beside the progress bar.
+        save_model: writes the prepared model and the tokenizer into a folder.
+        settings: what must be the same on resuming, besides the flags.
+
+    Returns:
+        Where the training stands; it is interrupted after a signal, and nothing is left then but a checkpoint.
+    """
+    processes = accelerator.num_processes
+    steps = num_training_steps(loader, optimization, processes)
+    accelerator.print(
+        f"Training for {steps:,} steps of {loader.step_size(processes)} on {processes} "
+        f"process{'es' if processes > 1 else ''}: {loader.summary(steps, processes)}"
+    )
+    upload = args.push_to_hub and args.hub_strategy == "every_save" and accelerator.is_main_process
+    state = train(
+        accelerator,
+        model,
+        objective,
+        loader,
+        optimization,
+        args.seed,
+        args.logging_steps,
+        desc,
+        checkpoints=args,
+        evaluation=Evaluation(
+            scores,
+            args.eval_every,
+            goal,
+            BestModel(accelerator, args.output_dir, save_model) if args.load_best_model_at_end else None,
+            args.early_stopping_patience,
+            args.early_stopping_threshold,
+        ),
+        save_model=save_model,
+        on_save=(lambda checkpoint: _push_checkpoint(args, checkpoint)) if upload else None,
+        settings=run_settings(args, optimization, **settings),
+    )
+    if state.interrupted:
+        accelerator.print(f"Stopped after step {state.step}; --resume_from_checkpoint latest goes on.")
+        return state
+    # Saved first: what follows cannot cost the training.
+    save_model(state.model, Path(args.output_dir))
+    return state
+
+
+def final_scores(
+    accelerator: Accelerator,
+    state: TrainingState,
+    args: RunArguments,
+    scores: Scores,
+    goal: Goal,
+    save_model: Callable[[nn.Module, Path], None],
+) -> dict[str, float]:
+    """The held-out figures of the model that a run leaves, which `--load_best_model_at_end` may replace by a former
+    one."""
+    metrics = dict(scores(state.model))
+    if args.load_best_model_at_end and state.best.value is not None:
+        if goal.is_better(goal.value(metrics), state.best.value):
+            state.best.value, state.best.step = goal.value(metrics), state.step
+        else:
+            accelerator.print(f"The model of step {state.best.step} is the best one, by {goal.metric}")
+            BestModel(accelerator, args.output_dir, save_model).load(state.model)
+            save_model(state.model, Path(args.output_dir))
+            metrics = dict(scores(state.model))
+    log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()}, args.output_dir)
+    return metrics
+
+
+def _push_checkpoint(args: RunArguments, folder: Path) -> None:
+    """Uploads the model of a checkpoint; if that fails, the run goes on."""
+    step = folder.name.removeprefix("checkpoint-")
+    try:
+        push(
+            folder,
+            str(args.hub_model_id),
+            args.hub_token,
+            args.hub_private_repo,
+            f"Step {step}",
+            list(IGNORED_OF_CHECKPOINTS),
+        )
+    except (OSError, ValueError) as error:
+        warnings.warn(f"The model of step {step} was not uploaded: {error}", stacklevel=2)
+
+
 def _hyperparameters(*arguments: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for part in arguments
-        for name, value in asdict(part).items()
-        if name not in _HOUSEKEEPING and value is not None and value is not False
-    }
+    """The flags that were given, but for where things lie."""
+    found = flags(*arguments, leave_out=HOUSEKEEPING | PLACES)
+    return {name: value for name, value in found.items() if value is not None and value is not False}
 
 
 def finish_run(
     accelerator: Accelerator,
-    state: TrainingState,
+    state: TrainingState | None,
     results: Mapping[str, Any],
     arguments: Sequence[Any],
+    identity: Mapping[str, Any],
     metrics: Mapping[str, float],
     **card: Any,
 ) -> None:
     """Writes what a run leaves beside its model, and uploads it if asked to; called by all processes.
 
-    `all_results.json`, `history.jsonl` with the logged figures, `training_curve.png`, and, for models of this
-    package, the model card.
+    `all_results.json`, `training_curve.png`, and, for models of this package, the model card.
 
     Args:
         accelerator: of [`start_run`].
-        state: of the finished training; the model is saved already.
+        state: of the finished training, whose model is saved already; None where nothing was trained.
         results: what `all_results.json` holds.
         arguments: the dataclasses of the flags; the first one is the [`RunArguments`].
+        identity: digests of the data and of the weights that the run began from.
         metrics: what the card reports.
         card: further fields of [`model_card`].
     """
     args: RunArguments = arguments[0]
     if accelerator.is_main_process:
-        write_results(args.output_dir, results, *arguments)
-        write_json(Path(args.output_dir, "history.jsonl"), state.history, lines=True)
-        plot_history(
-            {Path(args.output_dir).resolve().name: state.history}, Path(args.output_dir, "training_curve.png")
-        )
-        if isinstance(AutoConfig.from_pretrained(args.output_dir), BaseConfig):
-            hyperparameters = {**_hyperparameters(*arguments), "steps": state.step}
-            if accelerator.num_processes > 1:
-                hyperparameters["processes"] = accelerator.num_processes
-            write_model_card(
-                args.output_dir,
-                hub_model_id=args.hub_model_id,
-                metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-                hyperparameters={
-                    name: Path(value).name if isinstance(value, str) and os.path.exists(value) else value
-                    for name, value in hyperparameters.items()
-                },
-                **card,
-            )
-        if args.push_to_hub:
-            assert args.hub_model_id is not None
-            url = push(args.output_dir, args.hub_model_id, args.hub_token, args.hub_private_repo)
-            accelerator.print(f"Uploaded: {url}")
+        write_results(args.output_dir, results, *arguments, identity=identity)
+        if state is not None:
+            _describe(accelerator, state, arguments, metrics, **card)
+            if args.push_to_hub:
+                url = push(args.output_dir, str(args.hub_model_id), args.hub_token, args.hub_private_repo)
+                accelerator.print(f"Uploaded: {url}")
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
     accelerator.free_memory()
+
+
+def _describe(
+    accelerator: Accelerator,
+    state: TrainingState,
+    arguments: Sequence[Any],
+    metrics: Mapping[str, float],
+    **card: Any,
+) -> None:
+    """Draws the training curve and writes the model card."""
+    args: RunArguments = arguments[0]
+    name = Path(args.output_dir).resolve().name
+    try:
+        plot_history({name: state.history}, Path(args.output_dir, "training_curve.png"))
+    except ImportError as error:
+        accelerator.print(f"No training curve was drawn: {error}")
+    if not isinstance(AutoConfig.from_pretrained(args.output_dir), BaseConfig):
+        return
+    hyperparameters = {**_hyperparameters(*arguments), "steps": state.step}
+    if accelerator.num_processes > 1:
+        hyperparameters["processes"] = accelerator.num_processes
+    write_model_card(
+        args.output_dir,
+        hub_model_id=args.hub_model_id,
+        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+        hyperparameters=hyperparameters,
+        language=args.language,
+        license=args.license,
+        **card,
+    )

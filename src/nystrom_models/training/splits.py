@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data sets of a run, by split, as its flags name them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -9,16 +10,28 @@ from datasets import Dataset, IterableDataset
 from ..data.files import load_files
 from .arguments import DataArguments
 
+Files = Mapping[str, Sequence[str] | None]
 
-def load_splits(files: Mapping[str, Sequence[str] | None], cache_dir: str | None = None) -> dict[str, Dataset]:
-    """Data sets by split, of those that files are given for; the flag of a split is `--{split}_file`."""
+
+def load_splits(
+    files: Files, cache_dir: str | None = None, load: Callable[..., Dataset] = load_files
+) -> dict[str, Dataset]:
+    """Data sets by split, of those that files are given for; the flag of a split is `--{split}_file`, and that of
+    MNLI's matched sets the same without that word."""
     return {
-        split: load_files(paths, f"--{split}_file", cache_dir) for split, paths in files.items() if paths is not None
+        split: load(paths, f"--{split.removesuffix('_matched')}_file", cache_dir)
+        for split, paths in files.items()
+        if paths is not None
     }
 
 
-def load_data(args: DataArguments, test_file: Sequence[str] | None = None) -> dict[str, Dataset]:
+def load_data(args: DataArguments, test_file: Sequence[str] | None = None, train: bool = True) -> dict[str, Dataset]:
     """The splits `train`, `validation` and `test` from files, or else from `--dataset_name`.
+
+    Args:
+        args: the flags.
+        test_file: files to predict.
+        train: whether rows to train on are needed; without, a data set need not have such a split.
 
     Raises:
         ValueError: if both are given, or the data set has no such splits.
@@ -27,18 +40,23 @@ def load_data(args: DataArguments, test_file: Sequence[str] | None = None) -> di
     if args.dataset_name is None:
         return load_splits(files, args.cache_dir)
     _refuse_both(files)
-    found = datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
-    for split in ("train", args.validation_split):
-        if split not in found:
+    found = _load_hub(args)
+    wanted = {"train": "train", "validation": args.validation_split or "validation"}
+    for split, name in wanted.items():
+        if name not in found and (train or split == "validation"):
             raise ValueError(
-                f"{args.dataset_name} has no split {split!r}, but {list(found)}: --validation_split names the one to "
+                f"{args.dataset_name} has no split {name!r}, but {list(found)}: --validation_split names the one to "
                 "evaluate on."
             )
-    splits = {"train": found["train"], "validation": found[args.validation_split]}
-    return splits | ({"test": found["test"]} if "test" in found and args.validation_split != "test" else {})
+    splits = {split: found[name] for split, name in wanted.items() if name in found}
+    return splits | ({"test": found["test"]} if "test" in found and wanted["validation"] != "test" else {})
 
 
-def _refuse_both(files: Mapping[str, Sequence[str] | None]) -> None:
+def _load_hub(args: DataArguments, **options: Any) -> Any:
+    return datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir, **options)
+
+
+def _refuse_both(files: Files) -> None:
     if given := [f"--{split}_file" for split, paths in files.items() if paths is not None]:
         raise ValueError(f"Either --dataset_name or files, but both are given: {', '.join(given)}.")
 
@@ -57,26 +75,12 @@ def load_documents(
     of them, or of a stream the first `--max_eval_samples`. `--max_train_samples` and `--max_eval_samples` bound both.
 
     Raises:
-        ValueError: if no data are named, or both a data set and files, or if they hold too few documents.
+        ValueError: if no data are named, or both a data set and files, if they hold too few documents, or if the split
+            that `--validation_split` names does not exist.
     """
-    files = {"train": args.train_file, "validation": args.validation_file}
-    if args.dataset_name is not None:
-        _refuse_both(files)
-        name, config = args.dataset_name, args.dataset_config_name
-        found = datasets.load_dataset(name, config, cache_dir=args.cache_dir, streaming=streaming)
-        if "train" not in found:
-            raise ValueError(f"--dataset_name {name} has no split 'train', but {list(found)}.")
-        train, validation = found["train"], found.get(args.validation_split)
-    else:
-        if args.train_file is None:
-            raise ValueError("Documents to train on are needed: --train_file FILE, or --dataset_name NAME.")
-        train = load_files(args.train_file, "--train_file", args.cache_dir, streaming)
-        validation = None
-        if args.validation_file is not None:
-            validation = load_files(args.validation_file, "--validation_file", args.cache_dir)
+    train, validation = _load_documents(args, streaming)
     if streaming:
         return _stream(args, train, validation)
-
     if validation is None:
         held_out = round(len(train) * validation_split_percentage / 100)
         if not 0 < held_out < len(train):
@@ -91,6 +95,26 @@ def load_documents(
         "train": sample(train, args.max_train_samples, seed),
         "validation": sample(validation, args.max_eval_samples, seed),
     }
+
+
+def _load_documents(args: DataArguments, streaming: bool) -> tuple[Any, Any]:
+    """Documents to train on, and those to validate on or None."""
+    if args.dataset_name is None:
+        if args.train_file is None:
+            raise ValueError("Documents to train on are needed: --train_file FILE, or --dataset_name NAME.")
+        if args.validation_split is not None:
+            raise ValueError("--validation_split names a split of --dataset_name: of files, give --validation_file.")
+        train = load_files(args.train_file, "--train_file", args.cache_dir, streaming)
+        if args.validation_file is None:
+            return train, None
+        return train, load_files(args.validation_file, "--validation_file", args.cache_dir)
+    _refuse_both({"train": args.train_file, "validation": args.validation_file})
+    found = _load_hub(args, streaming=streaming)
+    # Held out if nobody named a split, but never for a name that was mistyped.
+    for split in ("train", args.validation_split):
+        if split is not None and split not in found:
+            raise ValueError(f"--dataset_name {args.dataset_name} has no split {split!r}, but {list(found)}.")
+    return found["train"], found.get(args.validation_split or "validation")
 
 
 def _stream(

@@ -1,13 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metric modules for `evaluate` that come with the package, so that nothing is fetched."""
+"""Metric modules for `evaluate` that come with the package, so that nothing is fetched; and what "better" means."""
 
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import evaluate
+if TYPE_CHECKING:
+    import evaluate
 
 TEXT_CLASSIFICATION = str(Path(__file__).with_name("text_classification.py"))
 
+# Of all others, more is better. "combined_score" is the mean of the metrics of a task that has two, as GLUE counts it.
+_LESS_IS_BETTER = frozenset(("loss", "mlm_loss", "sop_loss", "perplexity", "mse"))
+_MORE_IS_BETTER = frozenset(
+    "accuracy combined_score exact_match f1 macro_f1 matthews_correlation micro_f1 mlm_accuracy pearson sop_accuracy"
+    " spearmanr".split()
+)
 
-def load_metric(config_name: str) -> evaluate.EvaluationModule:
-    """The metrics of a GLUE task by its name, or of other data by `"classification"` or `"regression"`."""
+
+@lru_cache
+def load_metric(config_name: str) -> "evaluate.EvaluationModule":
+    """The metrics of a GLUE task by its name, or of other data by `"classification"`, `"multi_label"` or
+    `"regression"`."""
+    import evaluate  # needed by fine-tuning alone
+
     return evaluate.load(TEXT_CLASSIFICATION, config_name, keep_in_memory=True)
+
+
+def greater_is_better(metric: str) -> bool:
+    """Whether more of a metric is better.
+
+    Raises:
+        ValueError: if nothing is known of a metric of that name.
+    """
+    name, known = metric.split("/")[-1], _LESS_IS_BETTER | _MORE_IS_BETTER
+    if name not in known:
+        raise ValueError(
+            f"Nothing is known of the metric {metric!r}: use one of {', '.join(sorted(known))}, or give "
+            "--greater_is_better, too."
+        )
+    return name in _MORE_IS_BETTER

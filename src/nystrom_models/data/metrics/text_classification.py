@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLUE's official metrics, and those of other classification and regression data, as a module for `evaluate`."""
 
+from typing import Any
+
 import datasets
 import evaluate
 from scipy.stats import pearsonr, spearmanr
@@ -8,17 +10,18 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_sq
 
 _DESCRIPTION = """\
 The official metrics of a GLUE task (Wang et al. 2019), named by the configuration: cola, sst2, mrpc, qqp, stsb, mnli,
-qnli, rte, wnli; or those of other data: classification, regression.
+qnli, rte, wnli; or those of other data: classification, multi_label, regression.
 """
 
 _KWARGS_DESCRIPTION = """\
 Args:
-    predictions: class ids, or numbers for stsb and regression.
+    predictions: class ids; numbers for stsb and regression; for multi_label, a 1 or 0 for each class.
     references: the same.
 Returns:
     cola: matthews_correlation; mrpc, qqp: accuracy and f1 of class 1; stsb: pearson and spearmanr; sst2, mnli, qnli,
-    rte, wnli: accuracy; classification: accuracy and macro_f1; regression: mse, pearson and spearmanr. A correlation
-    with a constant is NaN.
+    rte, wnli: accuracy; classification: accuracy and macro_f1; multi_label: micro_f1, macro_f1 and exact_match, the
+    share of rows with all labels right; regression: mse, pearson and spearmanr. A correlation with a constant is NaN.
+    Where GLUE has two metrics, combined_score is their mean, which GLUE's average counts.
 """
 
 _CITATION = """\
@@ -34,7 +37,9 @@ _CITATION = """\
 _SCORES = {
     "accuracy": accuracy_score,
     "f1": f1_score,
-    "macro_f1": lambda references, predictions: f1_score(references, predictions, average="macro"),
+    "exact_match": accuracy_score,
+    "macro_f1": lambda references, predictions: f1_score(references, predictions, average="macro", zero_division=0),
+    "micro_f1": lambda references, predictions: f1_score(references, predictions, average="micro", zero_division=0),
     "matthews_correlation": matthews_corrcoef,
     "mse": mean_squared_error,
     "pearson": lambda references, predictions: pearsonr(references, predictions)[0],
@@ -52,6 +57,7 @@ _METRICS = {
     "rte": ("accuracy",),
     "wnli": ("accuracy",),
     "classification": ("accuracy", "macro_f1"),
+    "multi_label": ("micro_f1", "macro_f1", "exact_match"),
     "regression": ("mse", "pearson", "spearmanr"),
 }
 
@@ -60,14 +66,20 @@ class TextClassification(evaluate.Metric):
     def _info(self):
         if self.config_name not in _METRICS:
             raise ValueError(f"The configuration must be one of {sorted(_METRICS)}, but is {self.config_name!r}.")
-        value = datasets.Value("float32" if self.config_name in ("stsb", "regression") else "int64")
+        value: Any = datasets.Value("float32" if self.config_name in ("stsb", "regression") else "int64")
+        several = self.config_name == "multi_label"
+        if several:
+            value = datasets.Sequence(value)
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
             citation=_CITATION,
             inputs_description=_KWARGS_DESCRIPTION,
             features=datasets.Features({"predictions": value, "references": value}),
-            format="numpy",
+            format=None if several else "numpy",  # `evaluate` knows no lists in NumPy's
         )
 
     def _compute(self, predictions, references):
-        return {name: float(_SCORES[name](references, predictions)) for name in _METRICS[self.config_name]}
+        scores = {name: float(_SCORES[name](references, predictions)) for name in _METRICS[self.config_name]}
+        if self.config_name in ("mrpc", "qqp", "stsb"):
+            scores["combined_score"] = sum(scores.values()) / len(scores)
+        return scores

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A card of every model that configs/ describes: `python -m model_cards` writes them, `--check` compares.
+
+The text is `nystrom_models.training.configuration_card`'s. Here stands what it cannot know: which recipes name a
+configuration, and which results of the README are of which model.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from huggingface_hub import EvalResult
+from transformers import AutoConfig
+
+from nystrom_models.training.configuration_card import configuration_card
+from nystrom_models.training.model_card import FAMILIES
+
+CARDS = Path(__file__).parent
+ROOT = CARDS.parent
+CONFIGS = ROOT / "configs"
+RESULTS = ROOT / "benchmarks" / "results" / "2026-11-20-cpu-comparison-tiny-256.json"
+
+# The arms of the comparison in RESULTS: the configuration of each, and how the card of that configuration calls it.
+ARMS = {
+    "softmax": ("nystromformer/tiny-256-softmax", "as configured"),
+    "nystrom": ("nystromformer/tiny-256", "as configured"),
+    "softmax with the convolution": ("nystromformer/tiny-256", "softmax (`--config_overrides num_landmarks=256`)"),
+    "linformer": ("linformer/tiny-256-k32-layerwise", "as configured"),
+}
+
+# Task and metric in RESULTS, and the data that the README names.
+COLUMNS = (
+    ("pretraining", "mlm_accuracy", "English Wikipedia, MLM"),
+    ("pretraining", "sop_accuracy", "English Wikipedia, SOP"),
+    ("sst2", "accuracy", "SST-2"),
+    ("mrpc", "f1", "MRPC"),
+    ("imdb", "accuracy", "IMDB"),
+)
+
+
+def names() -> list[str]:
+    """Family and file of every configuration of a model, such as "linformer/base-512-k256-layerwise"."""
+    return sorted(
+        str(path.relative_to(CONFIGS).with_suffix(""))
+        for family in FAMILIES
+        for path in (CONFIGS / family).glob("*.json")
+    )
+
+
+def results_of(name: str) -> list[tuple[str, list[EvalResult]]]:
+    """Labels and scores of the runs of one configuration, the model as configured first."""
+    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["results"]
+    return [
+        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in COLUMNS])
+        for arm, (config, label) in ARMS.items()
+        if config == name
+    ]
+
+
+def _result(task: str, metric: str, data: str, value: float | dict[str, float]) -> EvalResult:
+    mean, spread = (value["mean"], value["std"]) if isinstance(value, dict) else (value, None)
+    return EvalResult(
+        task_type="fill-mask" if task == "pretraining" else "text-classification",
+        dataset_type="wikipedia" if task == "pretraining" else task,
+        dataset_name=data,
+        dataset_config=metric if task == "pretraining" else None,
+        metric_type=metric.rpartition("_")[2],
+        metric_value=round(mean, 6),
+        metric_args=None if spread is None else {"standard_deviation": round(spread, 6), "seeds": 3},
+    )
+
+
+def card(name: str) -> str:
+    """The text of one card: `name` is the configuration's family and file, without `.json`."""
+    recipes = sorted((CONFIGS / "recipes").glob("*.args"))
+    results = results_of(name)
+    source = json.loads(RESULTS.read_text(encoding="utf-8"))
+    versions = ", ".join(f"{package} {version}" for package, version in source["versions"].items())
+    content = configuration_card(
+        AutoConfig.from_pretrained(CONFIGS / f"{name}.json"),
+        name=name,
+        file=f"configs/{name}.json",
+        recipes=[
+            f"configs/recipes/{path.name}" for path in recipes if f"{name}.json" in path.read_text(encoding="utf-8")
+        ],
+        results=results,
+        measured=[
+            f"Data, commands, and how to read it: the repository's {source['commands']}.",
+            f"Source: `{RESULTS.relative_to(ROOT).as_posix()}`, {source['created']}.",
+            f"Machine: {source['machine']}.",
+            f"Versions: {versions}.",
+        ]
+        if results
+        else [],
+    )
+    return str(content).rstrip() + "\n"
+
+
+def outdated() -> list[str]:
+    """What differs between the cards in this folder and what the configurations give, a line for each card."""
+    wanted = {CARDS / f"{name}.md": name for name in names()}
+    left = [path for family in FAMILIES for path in sorted((CARDS / family).glob("*.md")) if path not in wanted]
+    return [f"{path.relative_to(ROOT)}: no configuration has this name" for path in left] + [
+        f"{path.relative_to(ROOT)}: {'not up to date' if path.is_file() else 'missing'}"
+        for path, name in wanted.items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != card(name)
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m model_cards", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; name each card that is not up to date, and fail"
+    )
+    if parser.parse_args(argv).check:
+        lines = outdated()
+        print("\n".join(lines) if lines else f"All {len(names())} cards are up to date.")
+        return 1 if lines else 0
+    for name in names():
+        path = CARDS / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(card(name), encoding="utf-8")
+    print(f"Wrote {len(names())} cards to {CARDS.relative_to(ROOT)}/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLUE's tasks from files: as GLUE gives them, and in any other format that is read."""
+
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets
+
+from .files import FORMATS, decoded_lines, file_ending, load_files
+from .glue import GLUE_TASKS
+
+# What GLUE's own files call a task's columns, where that is not the name that they have everywhere else.
+_COLUMNS: dict[str, dict[str, str]] = {
+    "mrpc": {"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
+    "qqp": {"label": "is_duplicate"},
+    "stsb": {"label": "score"},
+    "mnli": {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
+}
+
+# The files of CoLA to train and validate on have no header.
+_COLA = ["source", "label", "mark", "sentence"]
+_COLA_TEST = ["index", "sentence"]
+
+# What the files of a split are called, in GLUE's folders and elsewhere.
+_SPLITS = {
+    "train": ("train",),
+    "validation": ("dev", "validation"),
+    "validation_matched": ("dev_matched", "validation_matched"),
+    "validation_mismatched": ("dev_mismatched", "validation_mismatched"),
+    "test": ("test",),
+    "test_matched": ("test_matched",),
+    "test_mismatched": ("test_mismatched",),
+}
+_AX_FOLDERS, _AX_FILES = ("diagnostic", "ax"), ("diagnostic", "ax", "test")
+
+
+def _read_tsv(path: str, task_name: str) -> Dataset:
+    """One of GLUE's .tsv files: fields between tabs, in which quotes are text."""
+    rows = enumerate((line.rstrip("\r\n").split("\t") for line in decoded_lines(path)), start=1)
+    header = next(rows, (0, [""]))[1]
+    kept, torn = [], []
+    if task_name == "cola" and header != _COLA_TEST:
+        kept, header = [header], _COLA
+    for number, row in rows:
+        if len(row) == len(header):
+            kept.append(row)
+        elif task_name == "qqp" and len(row) < len(header):
+            torn.append(number)  # a question with a line end in it
+        elif row != [""]:
+            raise ValueError(f"{path}, line {number}: {len(row)} fields, but {len(header)} are due, {header}.")
+    if torn:
+        warnings.warn(f"{path}: {len(torn)} torn lines were left out, the first of them line {torn[0]}.", stacklevel=2)
+    if not kept:
+        raise ValueError(f"{path} holds no rows.")
+    columns = {name: list(values) for name, values in zip(header, zip(*kept, strict=True), strict=True)}
+    return Dataset.from_dict(columns)
+
+
+def _labels(values: Sequence[Any], task_name: str, path: str) -> list[Any]:
+    """Labels that are numbers, as numbers."""
+    try:
+        if GLUE_TASKS[task_name].regression:
+            return [float(value) for value in values]
+        return [int(value) if re.fullmatch(r"-?\d+", str(value)) else value for value in values]
+    except ValueError as error:
+        raise ValueError(f"{path}: a label is no number ({error}).") from error
+
+
+def load_glue_files(
+    task_name: str,
+    paths: Sequence[str | os.PathLike],
+    flag: str = "--train_file",
+    cache_dir: str | os.PathLike | None = None,
+) -> Dataset:
+    """Files of one split of a GLUE task, with the columns that [`GLUE_TASKS`] names.
+
+    Args:
+        task_name: one of [`GLUE_TASKS`].
+        paths: `.tsv` files as GLUE gives them (quotes are text, CoLA's have no header, and lines of QQP that are torn
+            in two are left out with a warning), or what [`load_files`] reads, with GLUE's column names or these.
+        flag, cache_dir: of [`load_files`].
+
+    Raises:
+        FileNotFoundError, ValueError: as [`load_files`] does; with file and line where fields are missing.
+    """
+    names = [os.fspath(path) for path in paths]
+    for name in names:
+        if not os.path.isfile(name):
+            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
+    if all(file_ending(name) == ".tsv" for name in names):
+        dataset = concatenate_datasets([_read_tsv(name, task_name) for name in names])
+    else:
+        dataset = load_files(names, flag, cache_dir)
+    known = _COLUMNS.get(task_name, {})
+    renamed = {
+        theirs: ours
+        for ours, theirs in known.items()
+        if theirs in dataset.column_names and ours not in dataset.column_names
+    }
+    dataset = dataset.rename_columns(renamed)
+    if "label" in dataset.column_names:
+        labels = _labels(dataset["label"], task_name, names[0])
+        position = dataset.column_names
+        dataset = dataset.remove_columns("label").add_column("label", labels).select_columns(position)
+    return dataset
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _find(folder: Path, stems: Sequence[str]) -> Path | None:
+    """The file of one of these names, with any ending that is read; GLUE's own first."""
+    for stem in stems:
+        for ending in (".tsv", *(ending for ending in FORMATS if ending != ".tsv")):
+            for path in (folder / f"{stem}{ending}", folder / f"{stem}{ending}.gz"):
+                if path.is_file():
+                    return path
+    return None
+
+
+def find_glue_files(data_dir: str | os.PathLike, task_name: str) -> dict[str, list[str]]:
+    """The files of a task, by split, in a folder that has a folder for each task, as GLUE's own has.
+
+    Folders may be named as GLUE names them or as the task is (`STS-B`, `stsb`); files `train`, `dev` or `validation`,
+    and `test`, for MNLI with `_matched` and `_mismatched`, and its diagnostic set `diagnostic/diagnostic.tsv`.
+
+    Raises:
+        FileNotFoundError: if the folder, that of the task, or its files to train and to validate on are missing.
+    """
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise FileNotFoundError(f"--data_dir {root} is not a folder.")
+    folders = {_plain(path.name): path for path in sorted(root.iterdir()) if path.is_dir()}
+    if task_name not in folders:
+        raise FileNotFoundError(
+            f"--data_dir {root} has no folder for {task_name}; it has {', '.join(sorted(folders)) or 'none'}."
+        )
+    splits = {name for name in _SPLITS if name == "train" or name.endswith("matched") == (task_name == "mnli")}
+    found = {split: _find(folders[task_name], _SPLITS[split]) for split in _SPLITS if split in splits}
+    missing = [f"{_SPLITS[split][0]}.tsv" for split, path in found.items() if path is None and "test" not in split]
+    if missing:
+        raise FileNotFoundError(f"{folders[task_name]} has no {' and no '.join(missing)}.")
+    if task_name == "mnli":
+        places = [folders[name] for name in _AX_FOLDERS if name in folders]
+        found["test_ax"] = next((path for place in places if (path := _find(place, _AX_FILES))), None)
+    return {split: [str(path)] for split, path in found.items() if path is not None}

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a run the run that it is: its settings, its data, its model; and what of it may change on resuming."""
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+# Flags of where things lie, and of how a run is shown, saved, published and sped up: no result depends on them.
+HOUSEKEEPING = frozenset(
+    "output_dir overwrite_output_dir cache_dir overwrite_cache checkpointing_steps checkpoints_total_limit"
+    " resume_from_checkpoint logging_steps with_tracking report_to project_name run_name push_to_hub hub_model_id"
+    " hub_token hub_private_repo hub_strategy preprocessing_num_workers dataloader_num_workers dataloader_pin_memory"
+    " grid keep_best_only language license".split()
+)
+
+# Names and places of data and models: their content is compared, and they may be moved.
+PLACES = frozenset(
+    "train_file validation_file test_file validation_mismatched_file test_mismatched_file test_ax_file dataset_name"
+    " dataset_config_name data_dir model_name_or_path config_name tokenizer_name trust_remote_code".split()
+)
+
+# What shows in the content of what a run is trained on, or in the model's configuration.
+SHOWN_BY_CONTENT = PLACES | frozenset(
+    "task_name config_overrides max_train_samples text_column_names text_column_name label_column_name label_delimiter"
+    " do_regression multi_label ignore_mismatched_sizes truncation_strategy validation_split"
+    " validation_split_percentage short_seq_prob start_from_mnli".split()
+)
+
+# What may change when a run is resumed: how long it is, how a step is divided, and when and on what it is evaluated.
+MAY_CHANGE = frozenset(
+    "max_train_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size"
+    " gradient_accumulation_steps gradient_checkpointing torch_compile torch_compile_backend pad_to_multiple_of"
+    " max_skipped_steps max_eval_samples max_predict_samples eval_strategy eval_steps metric_for_best_model"
+    " greater_is_better load_best_model_at_end early_stopping_patience early_stopping_threshold do_train".split()
+)
+
+# What people change on purpose, after a run that diverged, and what they change without knowing.
+WARNED = frozenset(
+    "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_ratio num_warmup_steps max_grad_norm mixed_precision"
+    " versions".split()
+)
+
+_PACKAGES = ("torch", "transformers", "accelerate")
+_SAMPLED_BLOCKS, _ROWS_OF_A_BLOCK = 250, 1000
+
+
+def flags(*arguments: Any, leave_out: Iterable[str] = HOUSEKEEPING) -> dict[str, Any]:
+    """The fields of dataclasses by name, but for some, and for those whose name ends in `_token`: they are secret."""
+    return {
+        name: value
+        for part in arguments
+        for name, value in asdict(part).items()
+        if name not in set(leave_out) and not name.endswith("_token")
+    }
+
+
+def data_digest(dataset: Dataset | IterableDataset) -> str:
+    """A digest of the content of a data set: of all its rows up to 250,000, else of as many that are spread evenly;
+    of a stream, of its first hundred rows."""
+    digest = hashlib.sha256()
+    if isinstance(dataset, IterableDataset):
+        for row in islice(dataset, 100):
+            digest.update(repr(sorted(row.items())).encode())
+        return digest.hexdigest()
+    digest.update(repr((len(dataset), dataset.column_names)).encode())
+    starts = range(0, len(dataset), _ROWS_OF_A_BLOCK)
+    arrow = dataset.with_format("arrow")
+    for i in np.unique(np.linspace(0, len(starts) - 1, _SAMPLED_BLOCKS).astype(int)) if len(starts) else ():
+        block = arrow[starts[i] : starts[i] + _ROWS_OF_A_BLOCK]
+        for column in block.itercolumns():
+            _add(digest, column.combine_chunks())
+    return digest.hexdigest()
+
+
+def _add(digest: Any, values: pa.Array) -> None:
+    if pa.types.is_list(values.type) and values.null_count == 0:
+        digest.update(values.value_lengths().to_numpy().tobytes())
+        _add(digest, values.flatten())
+    elif (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)) and values.null_count == 0:
+        digest.update(values.to_numpy().tobytes())
+    else:
+        digest.update(repr(values.to_pylist()).encode())
+
+
+def weights_digest(model_name_or_path: str, config: PretrainedConfig) -> str:
+    """A digest of the weights of a local model, or the commit of one on the Hub."""
+    folder = Path(model_name_or_path)
+    if not folder.is_dir():
+        return f"{model_name_or_path}@{getattr(config, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".bin"):
+            digest.update(file_digest(path).encode())
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def model_settings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The configuration and the vocabulary of a model, for the settings of a run."""
+    ignored = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
+    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+    fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
+    # As JSON gives them back: keys of dictionaries are text.
+    fields = {name: _text_keys(value) for name, value in fields.items()}
+    return {"the model's configuration": fields, "the tokenizer's vocabulary": vocabulary}
+
+
+def _text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _text_keys(item) for key, item in value.items()}
+    return [_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def run_settings(*arguments: Any, **content: Any) -> dict[str, Any]:
+    """What is compared on resuming: the flags that say how a run is trained, its content, and the versions.
+
+    Args:
+        arguments: the dataclasses of the flags.
+        content: what else must be the same, by a name in words.
+    """
+    return {
+        **flags(*arguments, leave_out=HOUSEKEEPING | SHOWN_BY_CONTENT),
+        **content,
+        "versions": {"torch": torch.__version__, **{name: version(name) for name in _PACKAGES[1:]}},
+    }
+
+
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
+    """Refuses to resume with other settings than a run began with, and warns of what makes it another run.
+
+    Args:
+        saved, current: of [`run_settings`].
+        where: the checkpoint, for messages.
+
+    Raises:
+        ValueError: if a setting that must match does not, with all of those.
+    """
+    refused: list[str] = []
+    warned: list[str] = []
+    for name in dict.fromkeys([*saved, *current]):
+        before, now = saved.get(name), current.get(name)
+        if before == now or name in MAY_CHANGE:
+            continue
+        (warned if name in WARNED else refused).extend(_differences(name, before, now))
+    if refused:
+        raise ValueError(
+            f"{where} was saved by a run with other settings: {'; '.join(refused)}. A resumed run must go on as it "
+            "began: use these again, or begin a new run in another --output_dir, without --resume_from_checkpoint."
+        )
+    if warned:
+        warnings.warn(f"Since {where} was saved, settings have changed: {'; '.join(warned)}.", stacklevel=2)
+
+
+def _differences(name: str, before: Any, now: Any) -> list[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return [
+            difference
+            for key in dict.fromkeys([*before, *now])
+            if before.get(key) != now.get(key)
+            for difference in _differences(f"{name}: {key}", before.get(key), now.get(key))
+        ]
+    if " " in name:
+        before, now = (value[:12] if isinstance(value, str) and len(value) == 64 else value for value in (before, now))
+    else:
+        name = f"--{name}"
+    return [f"{name} was {before} and is {now}"]

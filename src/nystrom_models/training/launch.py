@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a run: as many as were launched, or an error that says what to set."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+
+# MPI's launchers on one machine; they do not say where the processes meet, which then is this machine.
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+# What torchrun and `accelerate launch`, MPICH and Intel MPI, Open MPI, MVAPICH and srun call the number of processes.
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """The number of processes that a launcher started, 1 if none did, and the variable that says so."""
+    for name in _SIZES:
+        if environment.get(name, "").isdecimal() and int(environment[name]) > 1:
+            return int(environment[name]), name
+    return 1, ""
+
+
+# How a launch asks for sharded training, and what Accelerate calls it where it does it.
+_SHARDING = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
+
+
+def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Accelerator:
+    """An `Accelerator` as [`train`] needs it, over all processes that were launched; `options` are passed on.
+
+    Where there is no accelerator device, several processes share the CPU, by gloo or MPI: Accelerate by itself would
+    let each of them train alone.
+
+    Raises:
+        RuntimeError: if the processes that were launched do not find each other, or weights are to be sharded where
+            Accelerate shards none.
+    """
+    size, variable = launched_processes()
+    sharding = [kind for name, kind in _SHARDING.items() if os.environ.get(name, "").lower() == "true"]
+    if size > 1 and not sharding and not PartialState._shared_state and not torch.accelerator.is_available():
+        cpu = True
+        if any(os.environ.get(name) == str(size) for name in _LOCAL_SIZES):
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    accelerator = Accelerator(
+        # Micro-batches are counted by the loop; a step may have any number of them.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        mixed_precision=mixed_precision,
+        cpu=cpu,
+        **options,
+    )
+    if sharding and accelerator.distributed_type not in sharding:
+        raise RuntimeError(
+            f"{sharding[0].value} was asked for, but Accelerate would train without it: it shards on GPUs alone, in "
+            "processes that torchrun or `accelerate launch` started. Take another file of configs/accelerate/."
+        )
+    if size != accelerator.num_processes and (size > 1 or accelerator.num_processes > 1):
+        hint = (
+            "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start them by torchrun or `accelerate "
+            "launch`, which do"
+            if variable == "SLURM_STEP_NUM_TASKS"
+            else "set ACCELERATE_USE_CPU=true to train on CPUs, or start them by torchrun or `accelerate launch`"
+        )
+        raise RuntimeError(
+            f"{size} processes were launched ({variable or 'no WORLD_SIZE'}), but this one finds "
+            f"{accelerator.num_processes}: each would train a model of its own into one --output_dir. Please {hint}."
+        )
+    return accelerator

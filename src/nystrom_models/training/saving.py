@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models as folders that `from_pretrained` loads."""
+
+import os
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def bare_model(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
+    """The model itself, without what `prepare` and `torch.compile` wrapped around it."""
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights under the model's own names; called by all processes.
+
+    Raises:
+        RuntimeError: if they have other names, under which nobody could load them.
+        FloatingPointError: if one of them is not finite.
+    """
+    bare = bare_model(accelerator, model)
+    sharded = accelerator.distributed_type in _SHARDED
+    state = accelerator.get_state_dict(model) if sharded else bare.state_dict()
+    if accelerator.is_main_process:
+        names = set(bare.state_dict())
+        if set(state) != names:
+            odd = sorted(set(state) ^ names)
+            raise RuntimeError(
+                f"The weights to save have other names than those of a {type(bare).__name__}: {', '.join(odd[:3])}"
+                f"{', ...' if len(odd) > 3 else ''}. Save without --torch_compile, or report this as a fault."
+            )
+        for name, weight in state.items():
+            if weight.is_floating_point() and not torch.isfinite(weight).all():
+                raise FloatingPointError(f"The weights {name} are not finite: they are not saved.")
+    return state
+
+
+def save_pretrained(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    output_dir: str | os.PathLike,
+) -> None:
+    """Writes model and tokenizer for `from_pretrained`; called by all processes, written by the main one.
+
+    Raises:
+        RuntimeError, FloatingPointError: as [`weights`] does.
+    """
+    state = weights(accelerator, model)
+    bare_model(accelerator, model).save_pretrained(
+        output_dir, is_main_process=accelerator.is_main_process, state_dict=state
+    )
+    if accelerator.is_main_process and tokenizer is not None:
+        # AutoTokenizer will load it by the general class, which must be told about BERT's token types.
+        tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
+        tokenizer.save_pretrained(output_dir)
+    accelerator.wait_for_everyone()
+
+
+def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
+    """Loads what [`save_pretrained`] wrote into a model of the same class, tied weights too.
+
+    Raises:
+        RuntimeError: if a weight is missing, unknown or of another shape.
+    """
+    device = next(model.parameters()).device
+    load_model(model, Path(folder, SAFE_WEIGHTS_NAME), device=str(device))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of several models is better: one metric and its direction, for checkpoints, early stopping and grids alike."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..data.metrics import greater_is_better
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A metric, and whether more of it is better."""
+
+    metric: str
+    greater_is_better: bool
+
+    @classmethod
+    def of(cls, metric: str, greater: bool | None = None) -> "Goal":
+        """The goal that a metric's name stands for; `greater` overrules the direction that is known of it.
+
+        Raises:
+            ValueError: if the direction is neither given nor known.
+        """
+        metric = metric.removeprefix("eval_")
+        return cls(metric, greater_is_better(metric) if greater is None else greater)
+
+    def value(self, metrics: Mapping[str, float]) -> float:
+        """The metric's value; the mean over several validation sets, whose names stand before it.
+
+        Raises:
+            ValueError: if it was not measured.
+        """
+        values = [value for name, value in metrics.items() if self.metric in (name, name.split("/")[-1])]
+        if not values:
+            raise ValueError(
+                f"--metric_for_best_model {self.metric} was not measured; there are {', '.join(metrics) or 'none'}."
+            )
+        return sum(values) / len(values)
+
+    def is_better(self, value: float, than: float | None, threshold: float = 0.0) -> bool:
+        """Whether a value is better by more than `threshold`; NaN is worse than any, and any is better than None."""
+        if math.isnan(value):
+            return False
+        if than is None or math.isnan(than):
+            return True
+        return value > than + threshold if self.greater_is_better else value < than - threshold
+
+    def best(self, values: Iterable[float]) -> int:
+        """The number of the best value, the first of equals."""
+        chosen, best = 0, None
+        for number, value in enumerate(values):
+            if self.is_better(value, best):
+                chosen, best = number, value
+        return chosen
+
+
+@dataclass
+class Best:
+    """The best evaluation of a run so far, and how many have passed since."""
+
+    value: float | None = None
+    step: int | None = None
+    evaluations_since: int = 0
+
+    def update(self, goal: Goal, value: float, step: int, threshold: float = 0.0) -> bool:
+        """Takes an evaluation in, and tells whether it is the best so far.
+
+        One that is better by no more than `threshold` is taken, and yet counts as one that passed.
+        """
+        improved = goal.is_better(value, self.value, threshold)
+        self.evaluations_since = 0 if improved else self.evaluations_since + 1
+        if not goal.is_better(value, self.value):
+            return False
+        self.value, self.step = value, step
+        return True

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals by which a run is asked to save."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+# Asks to save and go on; absent on Windows.
+_SAVE = getattr(signal, "SIGUSR1", None)
+
+
+class Signals:
+    """Within a `with` block, signals do not end the process but are noted.
+
+    SIGTERM and SIGINT (Ctrl-C) set `stop`: the run saves after the step under way, and ends. A second SIGINT ends it
+    at once. SIGUSR1 sets `save`: the run saves, and goes on.
+
+    Only the main thread can handle signals; elsewhere nothing changes. With `enabled=False`, nothing changes either.
+    """
+
+    def __init__(self, enabled: bool = True):
+        self.enabled = enabled and threading.current_thread() is threading.main_thread()
+        self.stop = self.save = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if self.enabled:
+            for number in (signal.SIGTERM, signal.SIGINT, _SAVE):
+                if number is not None:
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == _SAVE:
+            self.save = True
+        elif number == signal.SIGINT and self.stop:
+            raise KeyboardInterrupt
+        else:
+            self.stop = True

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+import statistics
+import time
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import DataCollatorForLanguageModeling
+
+from nystrom_models.data import PretrainingCollator, pretraining_dataset
+from tests.data.test_pretraining import byte_level_tokenizer
+
+MAX_LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def rows(documents, tokenizer):
+    dataset = pretraining_dataset(documents, tokenizer, MAX_LENGTH, short_seq_prob=0.2, with_word_starts=True)
+    return [dataset[i] for i in range(len(dataset))]
+
+
+def within(share, expected, number):
+    """Whether a share of `number` draws lies within five standard deviations of what is expected."""
+    return abs(share - expected) < 5 * (expected * (1 - expected) / number) ** 0.5
+
+
+def unmasked(batch):
+    """The ids before they were masked."""
+    return torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+
+
+def segments(ids, mask, tokenizer):
+    """The texts of the one or two segments of a row."""
+    text = tokenizer.decode(ids[mask.bool()])
+    assert text.startswith("[CLS]") and text.endswith("[SEP]")
+    return [part.strip() for part in text.removeprefix("[CLS]").removesuffix("[SEP]").split("[SEP]")]
+
+
+def test_labels_say_whether_segments_were_swapped(rows, tokenizer):
+    batch = PretrainingCollator(tokenizer)(rows)
+    labels = batch["sentence_order_label"]
+    for ids, mask, kinds, label, row in zip(
+        unmasked(batch), batch["attention_mask"], batch["token_type_ids"], labels.tolist(), rows, strict=True
+    ):
+        parts = segments(ids, mask, tokenizer)
+        if label == -100:
+            assert len(parts) == 1 and len(row["sentence_starts"]) == 0
+            assert not kinds.any()
+            continue
+        in_order = parts[::-1] if label == 1 else parts
+        assert " ".join(in_order) == tokenizer.decode(row["input_ids"])
+        assert in_order[1].startswith("sentence")
+        second = ids.tolist().index(tokenizer.sep_token_id) + 1
+        assert not kinds[:second].any() and kinds[second : int(mask.sum())].all()
+    paired = labels[labels >= 0]
+    assert len(paired) > 300 and within(paired.float().mean(), 0.5, len(paired))
+
+
+def test_every_sentence_is_split_at_in_some_epoch(tokenizer):
+    text = " ".join(f"Sentence {i} here." for i in range(6))
+    rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0)
+    collator, firsts, orders = PretrainingCollator(tokenizer), set(), set()
+    for epoch in range(60):
+        batch = collator([{**rows[0], "epoch": epoch}])
+        parts = segments(unmasked(batch)[0], batch["attention_mask"][0], tokenizer)
+        orders.add(int(batch["sentence_order_label"]))
+        firsts.update(re.findall(r"^sentence (\d)", parts[0]))
+    assert orders == {0, 1} and firsts == {"0", "1", "2", "3", "4", "5"}
+
+
+def test_without_sentence_order_rows_are_whole(rows, tokenizer):
+    batch = PretrainingCollator(tokenizer, sentence_order=False)(rows)
+    assert (batch["sentence_order_label"] == -100).all() and not batch["token_type_ids"].any()
+
+
+def test_masking_statistics(rows, tokenizer):
+    batch = PretrainingCollator(tokenizer)(rows)
+    original = unmasked(batch)
+    predicted = batch["labels"] != -100
+    ordinary = original >= len(tokenizer.all_special_ids)
+    assert not (predicted & ~ordinary).any(), "a special token is to be predicted"
+    assert predicted.any(dim=1).all(), "a row has nothing to predict"
+    # Rows of a few tokens always predict one, and so predict more than their share.
+    long = ordinary.sum(1) >= 30
+    assert within(predicted[long].sum() / ordinary[long].sum(), 0.15, int(ordinary[long].sum()))
+    replaced = batch["input_ids"][predicted]
+    number = len(replaced)
+    random_hits = 0.1 / len(tokenizer)
+    assert within((replaced == tokenizer.mask_token_id).float().mean(), 0.8 + random_hits, number)
+    assert within((replaced == original[predicted]).float().mean(), 0.1 + random_hits, number)
+
+
+def test_whole_words_are_masked_together(tokenizer):
+    texts = Dataset.from_dict({"text": ["Uncompute rematrixed tokenizers of subtensors. Unlabelled outputsize."] * 40})
+    rows = list(pretraining_dataset(texts, tokenizer, MAX_LENGTH, with_word_starts=True))
+    collator = PretrainingCollator(tokenizer, whole_word_mask=True, mlm_probability=0.4, sentence_order=False)
+    batch = collator(rows)
+    shares = []
+    for row, labels in zip(rows, batch["labels"].tolist(), strict=True):
+        predicted = np.array(labels[1 : 1 + len(row["input_ids"])]) != -100
+        for word in np.split(predicted, np.flatnonzero(row["word_starts"])[1:]):
+            assert word.all() or not word.any()
+            shares.append((word.any(), len(word)))
+    assert max(size for _, size in shares) > 2
+    assert within(np.mean([masked for masked, _ in shares]), 0.4, len(shares))
+    with pytest.raises(ValueError, match="with_word_starts"):
+        collator([{name: value for name, value in rows[0].items() if name != "word_starts"}])
+
+
+def test_everything_depends_on_seed_epoch_and_row_alone(rows, tokenizer):
+    chosen = rows[:16]
+
+    def made(collator, rows):
+        batch = collator(rows)
+        return [
+            (ids[mask.bool()].tolist(), order)
+            for ids, mask, order in zip(
+                batch["input_ids"], batch["attention_mask"], batch["sentence_order_label"].tolist(), strict=True
+            )
+        ]
+
+    collator = PretrainingCollator(tokenizer, seed=3)
+    together = made(collator, chosen)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    alone = [made(PretrainingCollator(tokenizer, seed=3), [row])[0] for row in reversed(chosen)][::-1]
+    assert alone == together
+    collator.set_epoch(1)
+    later = made(collator, chosen)
+    assert sum(a[0] != b[0] for a, b in zip(later, together, strict=True)) > 8
+    assert sum(a[1] != b[1] for a, b in zip(later, together, strict=True)) > 3
+    # A row's own epoch goes before that of the collator.
+    assert made(collator, [{**row, "epoch": 0} for row in chosen]) == together
+    assert made(PretrainingCollator(tokenizer, seed=4), chosen) != together
+
+
+def test_other_templates_and_padding():
+    """RoBERTa's, which has two tokens between segments and one token type; padded on the left."""
+    tokenizer = byte_level_tokenizer(["One sentence. Another one."])
+    tokenizer.padding_side = "left"
+    rows = pretraining_dataset(Dataset.from_dict({"text": ["One sentence. Another one.", "One."]}), tokenizer, 64)
+    batch = PretrainingCollator(tokenizer, pad_to_multiple_of=8)(list(rows))
+    assert batch["input_ids"].shape[1] % 8 == 0
+    pair, single = (
+        tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(unmasked(batch), batch["attention_mask"], strict=True)
+    )
+    assert pair in ("<s>One sentence.</s></s> Another one.</s>", "<s> Another one.</s></s>One sentence.</s>")
+    assert single == "<s>One.</s>"
+    assert batch["attention_mask"][1, -1] == 1 and batch["attention_mask"][1, 0] == 0
+    assert not batch["token_type_ids"].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mlm_probability": 0.0}, "mlm_probability must lie above 0"),
+        ({"mask_replace_prob": 0.95}, "add up to 1"),
+    ],
+)
+def test_bad_probabilities(options, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        PretrainingCollator(tokenizer, **options)
+
+
+def test_it_is_faster_than_the_collator_of_transformers(tokenizer):
+    """In interleaved rounds, so that other processes slow both; measured: 8 times as fast."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {"input_ids": rng.integers(9, len(tokenizer), 509), "sentence_starts": np.arange(20, 500, 20), "index": i}
+        for i in range(32)
+    ]
+    theirs = [
+        {"input_ids": [0, *row["input_ids"].tolist(), 2], "special_tokens_mask": [1, *[0] * 509, 1]} for row in rows
+    ]
+    calls = [(PretrainingCollator(tokenizer), rows), (DataCollatorForLanguageModeling(tokenizer), theirs)]
+    times = [[], []]
+    for _ in range(15):
+        for (collator, batch), seconds in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            collator(batch)
+            seconds.append(time.perf_counter() - start)
+    assert 2 * statistics.median(times[0]) < statistics.median(times[1])

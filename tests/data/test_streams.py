@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+import gzip
+import json
+from itertools import islice
+
+import pytest
+import torch
+from datasets import IterableDataset
+
+from nystrom_models.data import StreamLoader, load_files
+from nystrom_models.data.streams import Lane
+
+DOCUMENTS = 111
+
+
+def build(documents, numbers):
+    """One to four rows a document; the long ones stand together, as books among notes."""
+    rows = {"input_ids": [], "index": []}
+    for number in numbers:
+        for part in range(1 + number % 3 + 9 * (number % 40 == 0)):
+            rows["input_ids"].append([number] * (1 + part % 5))
+            rows["index"].append(100 * number + part)
+    return rows
+
+
+def collate(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("index", "epoch")}
+
+
+ROWS = sorted(row for number in range(DOCUMENTS) for row in build(None, [number])["index"])
+
+
+@pytest.fixture(scope="module", params=[(1, "txt"), (2, "jsonl"), (5, "jsonl.gz"), (5, "csv")], ids=str)
+def stream(request, tmp_path_factory):
+    """The documents in files of unequal sizes."""
+    num_files, ending = request.param
+    folder = tmp_path_factory.mktemp("stream")
+    borders = [round(DOCUMENTS * (i / num_files) ** 2) for i in range(num_files + 1)]
+    paths = []
+    for i in range(num_files):
+        texts = [f"Document {n}." for n in range(borders[i], borders[i + 1])]
+        if not texts:
+            continue
+        lines = {
+            "txt": "".join(text + "\n\n" for text in texts),
+            "jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
+            "csv": "text\n" + "".join(text + "\n" for text in texts),
+        }[ending.removesuffix(".gz")]
+        path = folder / f"{i}.{ending}"
+        if ending.endswith(".gz"):
+            path.write_bytes(gzip.compress(lines.encode()))
+        else:
+            path.write_text(lines)
+        paths.append(path)
+    return load_files(paths, streaming=True)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3])
+def test_lanes_share_the_documents_and_go_on_from_any_row(stream, num_lanes):
+    seen = []
+    for number in range(num_lanes):
+        lane = Lane(stream, build, number, num_lanes, 20, 0)
+        whole = list(lane.rows(0))
+        seen += [row["index"] for row, _ in whole]
+        # From a state, and from a state that a lane gave which itself went on from one.
+        for first, second in ((0, 1), (7, 20), (25, 3), (len(whole) - 2, 1)):
+            state = json.loads(json.dumps(whole[first][1]))
+            rest = list(lane.rows(0, state))
+            assert [row for row, _ in rest] == [row for row, _ in whole[first + 1 :]]
+            if second < len(rest):
+                again = list(lane.rows(0, json.loads(json.dumps(rest[second][1]))))
+                assert [row for row, _ in again] == [row for row, _ in rest[second + 1 :]]
+        assert list(lane.rows(0, whole[-1][1])) == []
+        # Another order in the next epoch.
+        later = [row["index"] for row, _ in lane.rows(1)]
+        assert later != [row["index"] for row, _ in whole] and sorted(later) == sorted(
+            row["index"] for row, _ in whole
+        )
+    assert sorted(seen) == ROWS
+
+
+def test_going_on_builds_no_rows_of_what_was_before(stream):
+    built = []
+
+    def counting(documents, numbers):
+        built.extend(numbers)
+        return build(documents, numbers)
+
+    lane = Lane(stream, counting, 0, 1, 20, 0)
+    state = list(lane.rows(0))[-30][1]
+    built.clear()
+    next(lane.rows(0, state))
+    assert min(built) > 0 and len(built) < DOCUMENTS
+
+
+def one_process(stream, number, position=None, micro_batch=4, accumulation=2, **options):
+    loader = StreamLoader(stream, build, collate, micro_batch, accumulation, buffer_size=20, **options)
+    return loader, list(islice(loader.steps(position=position), number))
+
+
+def rows_of(step):
+    return [
+        pair
+        for batch, count in zip(step.batches, step.num_rows, strict=True)
+        for pair in zip(batch["epoch"].tolist()[:count], batch["index"].tolist()[:count], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_every_row_once_an_epoch_and_exactly_resumed(stream, num_workers):
+    loader, steps = one_process(stream, 75, num_workers=num_workers)
+    seen = [pair for step in steps for pair in rows_of(step)]
+    for epoch in (0, 1):
+        assert sorted(row for e, row in seen if e == epoch) == ROWS
+    assert max(epoch for epoch, _ in seen) == 2
+    for first in (31,) if num_workers else (0, 11, 30, 31, 32, 33, 60):
+        position = json.loads(json.dumps(loader.merge([steps[first].position])))
+        _, rest = one_process(stream, 74 - first, position, num_workers=num_workers)
+        assert [rows_of(step) for step in rest] == [rows_of(step) for step in steps[first + 1 :]]
+
+
+def test_lanes_of_two_processes_go_on_in_one(stream):
+    """The steps hold the same rows; here both lanes are read by one process from the beginning, too."""
+    position = {"epoch": 0, "num_lanes": 2, "lanes": {}}
+    _, steps = one_process(stream, 60, position)
+    seen = [pair for step in steps for pair in rows_of(step)]
+    assert sorted(row for e, row in seen if e == 0) == ROWS
+    half = [
+        StreamLoader(stream, build, collate, 4, 1, buffer_size=20).steps(2, rank, None, lambda flag: True)
+        for rank in (0, 1)
+    ]
+    for step in steps[:12]:
+        parts = [next(process) for process in half]
+        assert sorted(rows_of(step)) == sorted(pair for part in parts for pair in rows_of(part))
+
+
+def test_a_position_that_cannot_be_shared():
+    loader = StreamLoader(IterableDataset.from_generator(lambda: iter(())), build, collate, 4, 1)
+    for num_processes, position, message in (
+        (3, {"epoch": 0, "num_lanes": 4, "lanes": {}}, "4 processes, which 3 cannot share: go on on 1 or 2 or 4"),
+        (1, {"epoch": 0, "num_lanes": 3, "lanes": {}}, "a multiple of 3 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(loader.steps(num_processes, 0, position))
+
+
+def test_a_stream_without_text(tmp_path):
+    path = tmp_path / "blank.jsonl"
+    path.write_text('{"text": " "}\n' * 3)
+
+    def nothing(documents, numbers):
+        return {"input_ids": [], "index": []}
+
+    loader = StreamLoader(load_files(path, streaming=True), nothing, collate, 4)
+    with pytest.raises(ValueError, match="holds no text"):
+        next(loader.steps())
+    with pytest.raises(ValueError, match="--max_train_steps"):
+        loader.steps_per_epoch()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package with the lowest version of each of its dependencies: installs exactly these, and runs the tests.
+
+    python -m tests.packaging.floors [pytest's arguments]
+
+makes .cache/floors once, of the floors in pyproject.toml (some gigabytes, for the lowest PyTorch comes with CUDA), and
+runs the tests of data, training, scripts and saved models in it. Needs a package index.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10, for which pytest brings the same
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".cache" / "floors"
+# What the tests themselves need, as in the development environment.
+TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML")
+TESTS = ("tests/data", "tests/training", "tests/examples", "tests/configs", "tests/hub", "tests/compat")
+# Needs the extra `onnx`.
+LEFT_OUT = ("tests/examples/test_export_onnx.py",)
+
+
+def floors(extras: tuple[str, ...] = ("train",)) -> dict[str, str]:
+    """The lowest version of every dependency, by name.
+
+    Raises:
+        ValueError: if a dependency has none.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [*project["dependencies"]]
+    for extra in extras:
+        requirements += project["optional-dependencies"][extra]
+    found = {}
+    for requirement in requirements:
+        match = re.match(r"([\w-]+)>=([\d.]+)", requirement)
+        if match is None:
+            raise ValueError(f"pyproject.toml names no lowest version of {requirement}.")
+        found[match[1]] = match[2]
+    return found
+
+
+def pinned(names: tuple[str, ...]) -> list[str]:
+    """Lines of constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.partition("==")[0] in names]
+
+
+def main(arguments: list[str]) -> int:
+    """Installs and tests; returns pytest's exit code."""
+    python = FOLDER / "bin" / "python"
+    requirements = [*(f"{name}=={version}" for name, version in floors().items()), *pinned(TESTING)]
+    done = FOLDER / "installed"
+    if not done.is_file() or done.read_text().split() != requirements:
+        print(f"Installing {', '.join(requirements)}", flush=True)
+        venv.create(FOLDER, clear=True, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+        done.write_text("\n".join(requirements))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    left_out = [f"--ignore={path}" for path in LEFT_OUT]
+    command = [python, "-m", "pytest", "-q", "-m", "not slow", *left_out, *(arguments or TESTS)]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

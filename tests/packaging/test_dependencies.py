@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is imported is declared, with its lowest version, and what not everybody needs is not imported at once."""
+
+import ast
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+
+import pytest
+
+from tests.packaging.floors import ROOT, floors
+
+SOURCES = ROOT / "src" / "nystrom_models"
+# Comes with PyTorch where there is a GPU.
+WITH_PYTORCH = {"triton"}
+EXTRAS = {"data": ("train",), "training": ("train",), "deployment": ("onnx",)}
+
+
+def imported(folder):
+    """Third-party distributions that the files of a folder import, anywhere in them."""
+    names = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module.split(".")[0])
+    distributions = packages_distributions()
+    return {distributions[name][0] for name in names - sys.stdlib_module_names - {"nystrom_models"} - WITH_PYTORCH}
+
+
+def plain(name):
+    return name.lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in SOURCES.iterdir() if (path / "__init__.py").is_file()))
+def test_every_import_is_declared_with_its_lowest_version(folder):
+    declared = {plain(name) for name in floors(EXTRAS.get(folder, ()))}
+    found = {plain(name) for name in imported(SOURCES / folder)}
+    assert found <= declared
+    assert "torch" in found
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_models_need_none_of_the_extras():
+    done = run(
+        "import sys\n"
+        "for name in ('accelerate', 'datasets', 'evaluate', 'matplotlib', 'sklearn', 'onnx', 'sentencex'):\n"
+        "    sys.modules[name] = None\n"
+        "import nystrom_models\n"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_plots_trackers_and_metrics_are_imported_when_they_are_used():
+    done = run(
+        "import sys\n"
+        "for name in ('matplotlib', 'tensorboard', 'evaluate', 'sklearn'):\n"
+        "    sys.modules[name] = None\n"
+        "import nystrom_models.training.finetuning, nystrom_models.training.pretraining\n"
+        "from nystrom_models.training.curve import plot_history\n"
+        "try:\n"
+        "    plot_history({'a': [{'step': 1, 'loss': 1.0}]}, 'x.png')\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert done.returncode == 0 and "pip install matplotlib" in done.stdout, done.stderr[-2000:]

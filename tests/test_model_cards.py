@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""model_cards/: a card of every model that configs/ describes, as the command writes it."""
+
+import json
+import re
+
+import pytest
+from huggingface_hub import ModelCard
+
+import model_cards.__main__ as cards
+from nystrom_models import NystromformerConfig
+from nystrom_models.training.configuration_card import configuration_card
+
+
+def test_every_configuration_has_a_card_and_all_are_up_to_date(capsys):
+    assert cards.main(["--check"]) == 0, capsys.readouterr().out
+    written = sorted(str(path.relative_to(cards.CARDS).with_suffix("")) for path in cards.CARDS.glob("*former/*.md"))
+    assert written == cards.names() and len(written) >= 30
+
+
+def test_an_outdated_a_missing_and_a_foreign_card_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cards, "CARDS", tmp_path / "model_cards")
+    monkeypatch.setattr(cards, "ROOT", tmp_path)
+    monkeypatch.setattr(cards, "names", lambda: ["linformer/tiny", "linformer/new"])
+    monkeypatch.setattr(cards, "card", lambda name: "new text\n")
+    (tmp_path / "model_cards" / "linformer").mkdir(parents=True)
+    for name in ("tiny", "old"):
+        (tmp_path / "model_cards" / "linformer" / f"{name}.md").write_text("old text\n")
+    assert cards.main(["--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "model_cards/linformer/old.md: no configuration has this name",
+        "model_cards/linformer/tiny.md: not up to date",
+        "model_cards/linformer/new.md: missing",
+    ]
+
+
+@pytest.mark.parametrize("name", ["nystromformer/small-512", "linformer/tiny-256-k32-layerwise"])
+def test_the_snippet_gives_the_parameters_that_the_table_says(name, monkeypatch, capsys):
+    monkeypatch.chdir(cards.ROOT)
+    text = (cards.CARDS / f"{name}.md").read_text(encoding="utf-8")
+    [snippet] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(snippet, {})
+    assert f"| Parameters, with the MLM and SOP heads | {capsys.readouterr().out.strip()}, of which" in text
+
+
+def test_every_reported_run_is_on_the_card_of_its_configuration_and_in_the_metadata():
+    runs = json.loads(cards.RESULTS.read_text(encoding="utf-8"))["results"]
+    assert set(runs) == set(cards.ARMS)
+    readme = (cards.ROOT / "README.md").read_text(encoding="utf-8")
+    for arm, (name, _) in cards.ARMS.items():
+        text = (cards.CARDS / f"{name}.md").read_text(encoding="utf-8")
+        scores = runs[arm]["sst2"]["accuracy"]
+        cell = f"| {100 * scores['mean']:.1f} ± {100 * scores['std']:.1f} |"
+        assert cell in text and cell in readme
+    card = ModelCard.load(cards.CARDS / "nystromformer" / "tiny-256.md")
+    assert card.data.pipeline_tag == "fill-mask" and card.data.tags == ["nystrom_models", "nystromformer"]
+    found = {result.dataset_name: result.metric_value for result in card.data.eval_results}
+    assert found["SST-2"] == round(runs["nystrom"]["sst2"]["accuracy"]["mean"], 6) and len(found) == len(cards.COLUMNS)
+
+
+def test_rows_of_results_with_other_columns_are_refused():
+    results = cards.results_of("nystromformer/tiny-256")
+    results[1] = (results[1][0], results[1][1][:-1])
+    with pytest.raises(ValueError, match="same columns"):
+        configuration_card(NystromformerConfig(), name="x", file="x.json", results=results)

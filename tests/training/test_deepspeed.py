@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's ZeRO on two CPU processes, through the loop that the scripts use, against DDP.
+
+Accelerate offers DeepSpeed on GPUs alone; here it is told to take gloo. DeepSpeed is no part of the development
+environment, for it compiles an operator at its first start (a C++ compiler, ninja):
+
+    DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForPreTraining
+
+from tests.training import processes, stopped_run
+from tests.training.stopped_run import Run
+from tests.training.test_checkpoints import data  # noqa: F401  (a fixture)
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+
+
+def train(stage, folder_of_data, folder, resume=None):
+    """The run that test_checkpoints.py stops and resumes, by the launch file of a stage."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
+    import accelerate.state
+    from accelerate.utils import DeepSpeedPlugin, DistributedType
+
+    accelerate.state.PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    launch = yaml.safe_load((CONFIGS / f"deepspeed_zero{stage}.yaml").read_text())["deepspeed_config"]
+    plugin = DeepSpeedPlugin(zero_stage=launch["zero_stage"], zero3_save_16bit_model=stage == 3)
+    make = stopped_run.create_accelerator
+    stopped_run.create_accelerator = lambda: make(deepspeed_plugin=plugin)
+    stopped_run.main(Run(num_processes=2), folder_of_data, folder, "", resume)
+
+
+def history(folder):
+    return json.loads((folder / "result.json").read_text())["history"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_trains_as_ddp_and_goes_on(stage, data, tmp_path):  # noqa: F811
+    folders = {name: tmp_path / name for name in ("ddp", "zero")}
+    for folder in folders.values():
+        folder.mkdir()
+    arguments = (Run(num_processes=2), data, str(folders["ddp"]))
+    codes, log = processes.run(stopped_run.main, *arguments, folder=folders["ddp"], num_processes=2)
+    assert codes == [0, 0], log[-3000:]
+    codes, log = processes.run(train, stage, data, str(folders["zero"]), folder=folders["zero"], num_processes=2)
+    assert codes == [0, 0], log[-3000:]
+    for row, other in zip(history(folders["ddp"]), history(folders["zero"]), strict=True):
+        for name in ("mlm_loss", "sop_loss", "grad_norm", "learning_rate"):
+            assert other[name] == pytest.approx(row[name], rel=1e-4)
+    whole = history(folders["zero"])
+    for checkpoint in ("checkpoint-8", "final"):
+        _, info = AutoModelForPreTraining.from_pretrained(folders["zero"] / checkpoint, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"], checkpoint
+    resume = str(folders["zero"] / "checkpoint-8")
+    codes, log = processes.run(
+        train, stage, data, str(folders["zero"]), resume, folder=folders["zero"], num_processes=2
+    )
+    assert codes == [0, 0], log[-3000:]
+    assert [row["mlm_loss"] for row in history(folders["zero"])] == pytest.approx(
+        [row["mlm_loss"] for row in whole], rel=1e-6
+    )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However processes are launched, they are one run, or an error that says what to set."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nystrom_models.training import create_accelerator
+from nystrom_models.training.launch import launched_processes
+from tests.training import processes
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "1"}, 1),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, 4),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, 2),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1),  # a batch script, of which there is one
+    ],
+    ids=str,
+)
+def test_the_number_of_launched_processes(environment, size):
+    assert launched_processes(environment)[0] == size
+
+
+def describe(folder):
+    accelerator = create_accelerator()
+    total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0), "sum")
+    found = [accelerator.num_processes, accelerator.process_index, accelerator.device.type, float(total)]
+    Path(folder, f"found{accelerator.process_index}.json").write_text(json.dumps(found))
+
+
+def as_open_mpi(folder):
+    """What `mpirun -np 2` sets."""
+    rank = os.environ.pop("RANK")
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name)
+    os.environ |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+    describe(folder)
+
+
+def as_srun(folder):
+    """What `srun -n 2` sets, by which the processes cannot find each other."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name)
+    os.environ["SLURM_STEP_NUM_TASKS"] = "2"
+    describe(folder)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+@pytest.mark.parametrize("launch", [describe, as_open_mpi])
+def test_processes_share_the_cpu_without_further_settings(launch, tmp_path):
+    """As torchrun launches them, and MPI; Accelerate by itself lets each train alone."""
+    codes, log = processes.run(launch, str(tmp_path), folder=tmp_path, num_processes=2)
+    assert codes == [0, 0], log[-3000:]
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"found{rank}.json").read_text()) == [2, rank, "cpu", 3.0]
+
+
+def sharded(folder):
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    describe(folder)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_sharding_that_would_not_happen_is_an_error(tmp_path):
+    """Accelerate shards on no CPU, and would take DDP instead without a word."""
+    codes, log = processes.run(sharded, str(tmp_path), folder=tmp_path, num_processes=2)
+    assert any(codes) and "FSDP was asked for, but Accelerate would train without it" in log
+
+
+def test_processes_that_do_not_find_each_other_are_an_error(tmp_path):
+    codes, log = processes.run(as_srun, str(tmp_path), folder=tmp_path, num_processes=2)
+    assert any(codes) and "2 processes were launched (SLURM_STEP_NUM_TASKS)" in log
+    assert "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT" in log
+
+
+def test_a_process_that_is_alone_already(monkeypatch):
+    create_accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"2 processes were launched \(WORLD_SIZE\).*ACCELERATE_USE_CPU=true"):
+        create_accelerator()

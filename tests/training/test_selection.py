@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best of several evaluations, by one metric and its direction."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nystrom_models.data import PretrainingCollator, RowLoader
+from nystrom_models.training import (
+    CheckpointArguments,
+    Evaluation,
+    Goal,
+    OptimizationArguments,
+    PretrainingObjective,
+    create_accelerator,
+    save_pretrained,
+    train,
+)
+from nystrom_models.training.checkpoints import BestModel
+from nystrom_models.training.selection import Best
+from tests.training.models import tiny_model
+
+UP, DOWN = Goal("accuracy", True), Goal("mse", False)
+
+
+def test_better_is_in_the_metrics_direction():
+    assert UP.is_better(0.9, 0.8) and not UP.is_better(0.8, 0.8)
+    assert DOWN.is_better(0.8, 0.9) and not DOWN.is_better(0.9, 0.8)
+    assert UP.is_better(0.1, None) and UP.is_better(0.1, math.nan) and not UP.is_better(math.nan, None)
+    assert not UP.is_better(0.85, 0.8, threshold=0.1)
+    assert (UP.best([0.1, 0.3, math.nan, 0.3]), DOWN.best([0.1, 0.3, math.nan, 0.1])) == (1, 0)
+
+
+def test_the_value_of_several_validation_sets_is_their_mean():
+    metrics = {"validation_matched/accuracy": 0.8, "validation_mismatched/accuracy": 0.6, "validation_matched/loss": 3}
+    assert UP.value(metrics) == pytest.approx(0.7)
+    assert Goal("validation_matched/accuracy", True).value(metrics) == 0.8
+    with pytest.raises(ValueError, match="mse was not measured; there are validation_matched/accuracy"):
+        DOWN.value(metrics)
+
+
+def test_small_gains_are_taken_and_counted_against_patience():
+    best = Best()
+    kept = [best.update(UP, value, step, threshold=0.1) for step, value in enumerate([0.5, 0.55, 0.4, 0.7])]
+    assert kept == [True, True, False, True]
+    assert (best.value, best.step, best.evaluations_since) == (0.7, 3, 0)
+
+
+VALUES = [0.5, 0.7, 0.6, 0.6, 0.6, 0.9]
+
+
+def run(examples, tokenizer, folder, patience=None, **options):
+    """Evaluates every two of twelve steps, with figures that are known."""
+    accelerator = create_accelerator()
+    figures = {2 * i + 2: value for i, value in enumerate(VALUES)}
+
+    def save(model, path):
+        save_pretrained(accelerator, model, tokenizer, path)
+
+    step = [0]
+
+    def evaluate(model):
+        return {"accuracy": figures[step[0]]}
+
+    class Counting(PretrainingObjective):
+        def losses(self, outputs):
+            step[0] += 1
+            return super().losses(outputs)
+
+    best = BestModel(accelerator, str(folder), save)
+    if options.get("resume_from_checkpoint"):
+        step[0] = int(options["resume_from_checkpoint"].rsplit("-", 1)[1])
+    state = train(
+        accelerator,
+        tiny_model("linformer", tokenizer),
+        Counting(),
+        RowLoader(examples, PretrainingCollator(tokenizer), 8),
+        OptimizationArguments(8, learning_rate=1e-3, max_train_steps=12),
+        checkpoints=CheckpointArguments(str(folder), 1, **options),
+        evaluation=Evaluation(evaluate, 2, UP, best, patience),
+        save_model=save,
+    )
+    return state, best
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_best_model_is_kept(examples, tokenizer, tmp_path):
+    state, best = run(examples, tokenizer, tmp_path)
+    assert (state.best.value, state.best.step, best.step()) == (0.7, 4, 4)
+    kept, then = weights(tmp_path / "best_model"), weights(tmp_path / "checkpoint-4")
+    assert all(torch.equal(kept[name], weight) for name, weight in then.items())
+    last = weights(tmp_path / "checkpoint-12")
+    assert not all(torch.equal(kept[name], weight) for name, weight in last.items())
+    best.load(state.model)
+    for name, weight in state.model.state_dict().items():
+        torch.testing.assert_close(weight, then.get(name, weight), rtol=0, atol=0)
+
+
+def test_a_run_ends_for_want_of_better_evaluations(examples, tokenizer, tmp_path):
+    state, _ = run(examples, tokenizer, tmp_path, patience=2)
+    assert state.stopped_early and not state.interrupted and state.step == 8  # best at 4, none better at 6 and 8
+
+
+def test_going_on_from_before_the_best_forgets_it(examples, tokenizer, tmp_path):
+    """What is kept must be of the run as it goes on, not of one that came after."""
+    run(examples, tokenizer, tmp_path)
+    state, best = run(examples, tokenizer, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert (state.best.step, best.step()) == (4, 4)
+    state, best = run(examples, tokenizer, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert (state.best.value, state.best.step, best.step()) == (0.7, 4, 4)
