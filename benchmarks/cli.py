@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m benchmarks {list,run,table,plot,kernels,collators,decode,capabilities}`."""
+"""Command line: `python -m benchmarks COMMAND`, and `--help` for the commands."""
 
 import argparse
 import dataclasses
@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -18,12 +19,16 @@ from benchmarks import (  # noqa: F401  (they register)
     compiled_kernels,
     decoding,
     environment,
+    gpu,
+    gpu_tests,
     kernels,
     linformer,
     models,
     nystrom,
     report,
+    sanitize,
     self_attention,
+    training,
 )
 from benchmarks.measure import measure
 from benchmarks.registry import WORKLOADS, Setting
@@ -91,8 +96,15 @@ def build_parser() -> argparse.ArgumentParser:
         default=list(compiled_kernels.OPTIONS),
         help="with --compiled: with or without mask and dropout (default: both)",
     )
+    alone.add_argument("--kernels", nargs="+", metavar="NAME", help="time these alone, by their names in the table")
+    alone.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cpu, with TRITON_INTERPRET=1: a rehearsal, whose times mean nothing (default: cuda)",
+    )
     add_sizes(alone)
-    alone.set_defaults(device="cuda", dtype="bfloat16")
+    alone.set_defaults(dtype="bfloat16")
 
     batches = commands.add_parser("collators", help="time how batches for pretraining are made (CPU, under a minute)")
     batches.add_argument("--batch_size", type=int, default=32, help="rows (default: 32)")
@@ -120,6 +132,37 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--output", help="image file (default: the result file's name with .png)")
     abilities = commands.add_parser("capabilities", help="try what each implementation can do (CPU, under a minute)")
     abilities.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+
+    on_gpu = commands.add_parser("gpu", help="everything that a GPU is needed for, kept in benchmarks/results/")
+    on_gpu.add_argument("--part", nargs="+", choices=gpu.PARTS, default=list(gpu.PARTS), help="default: all, in order")
+    on_gpu.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse with small sizes (default: cuda)"
+    )
+    on_gpu.add_argument(
+        "--results", help=f"folder of the results (default: {gpu.RESULTS['cuda']}; {gpu.RESULTS['cpu']} on a CPU)"
+    )
+    on_gpu.add_argument(
+        "--seconds",
+        type=float,
+        default=gpu.PART_SECONDS,
+        help=f"after which a part is stopped (default: {gpu.PART_SECONDS})",
+    )
+    tests = commands.add_parser("tests", help="the tests that a GPU is for, as a table")
+    tests.add_argument("--select", choices=gpu_tests.SELECTIONS, default="gpu", help="which tests (default: gpu)")
+    sanitized = commands.add_parser("sanitize", help="the kernels under compute-sanitizer, as a table")
+    sanitized.add_argument(
+        "--cases", nargs="+", choices=cases, default=list(cases), help="dtypes and sizes (default: all)"
+    )
+    trained = commands.add_parser("train", help="a short pretraining run: tokens a second and MFU")
+    for command in (tests, sanitized, trained):
+        command.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse (default: cuda)")
+    for command in (tests, sanitized):
+        command.add_argument(
+            "--seconds",
+            type=float,
+            default=gpu.PART_SECONDS,
+            help=f"after which it stops, with what is done (default: {gpu.PART_SECONDS})",
+        )
     return parser
 
 
@@ -249,15 +292,22 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
+def require_device(parser: argparse.ArgumentParser, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("this is for a GPU, and PyTorch finds no CUDA device here; --device cpu rehearses it")
+
+
 def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
-        parser.error("the kernels are for a GPU, and PyTorch finds no CUDA device here")
+    require_device(parser, arguments.device)
+    if arguments.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("argument --device: on a CPU the kernels are interpreted: set TRITON_INTERPRET=1")
     check_arguments(parser, arguments)
     found = circumstances(arguments)
     print(report.describe_machine(found))
     for setting in settings(arguments):
         print(f"\nn = {setting.length}, batch {setting.batch_size}, {arguments.dtype}\n")
-        print(kernels.table(setting, found["ceilings"], arguments.sweep, progress))
+        for line in kernels.table(setting, found["ceilings"], arguments.sweep, progress, arguments.kernels):
+            print(line, flush=True)
     return 0
 
 
@@ -309,6 +359,23 @@ def show_capabilities(markdown: bool) -> int:
     return 1 if capabilities.failures(answers) else 0
 
 
+def on_a_gpu(arguments: argparse.Namespace) -> int:
+    """Runs what a GPU is needed for; 0 if nothing failed."""
+    if arguments.command == "gpu":
+        folder = Path(arguments.results or gpu.RESULTS[arguments.device])
+        return 1 if gpu.run_parts(arguments.part, arguments.device, folder, arguments.seconds, print) else 0
+    if arguments.command == "tests":
+        text, status = gpu_tests.run(arguments.select, arguments.device, arguments.seconds)
+    elif arguments.command == "sanitize":
+        chosen = [case for case in compiled_kernels.CASES if case.name in arguments.cases]
+        faults = sanitize.run(chosen, arguments.device, arguments.seconds, lambda line: print(line, flush=True))
+        return 1 if faults else 0
+    else:
+        text, status = training.table(arguments.device, progress), 0
+    print(text)
+    return 1 if status else 0
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
@@ -321,6 +388,9 @@ def main(argv: list[str] | None = None) -> int:
         return time_kernels(parser, arguments)
     if arguments.command == "decode":
         return time_decoding(arguments, argv)
+    if arguments.command in ("gpu", "tests", "sanitize", "train"):
+        require_device(parser, arguments.device)
+        return on_a_gpu(arguments)
     if arguments.command == "collators":
         for length in arguments.lengths:
             print(collators.table(arguments.batch_size, length), end="\n\n")

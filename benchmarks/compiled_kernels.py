@@ -41,12 +41,14 @@ class Case(NamedTuple):
 # Tokens; more than the most landmarks.
 LENGTH = 160
 
-# The size of published models, and the largest of every dtype.
+# The size of published models, the smallest tiles, and the largest of every dtype.
 CASES = (
     Case("bfloat16", 64, 64),
+    Case("float16", 16, 16, 5),
     Case("bfloat16", 128, 64),
     Case("float16", 64, 128),
     Case("float32", 64, 64),
+    Case("float32", 128, 32),
     Case("float32", 32, 128),
 )
 

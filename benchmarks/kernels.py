@@ -4,8 +4,6 @@ masked rows and dropout cost, and whether another way to launch it is faster."""
 
 import contextlib
 import itertools
-import math
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,11 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.exact import split_heads
-from benchmarks.measure import GRADIENT_FACTOR, TOLERANCES, deviation, gradient_like, interleave, prepare_inputs
+from benchmarks.measure import GRADIENT_FACTOR, TOLERANCES, deviation, gradient_like, prepare_inputs, seconds_a_call
 from benchmarks.registry import WORKLOADS, Setting
 
 BLOCKS, WARPS, STAGES, RESIDENT = (16, 32, 64, 128), (4, 8), (1, 2, 3, 4), (1, 2, 3, 4, 6)
-SAMPLES = 5
 DROPOUT = 0.1
 
 
@@ -125,14 +122,16 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
-    """Median time of a call on the device, without the host's: of the replays of a CUDA graph of many calls."""
+    """Median time of a call on the device, without the host's: of the replays of a CUDA graph of many calls.
+
+    On a CPU, in Triton's interpreter, it is a rehearsal: one call.
+    """
     if device == "cuda":
         from triton.testing import do_bench_cudagraph
 
         call()  # compiles
         return do_bench_cudagraph(call, return_mode="median") / 1e3
-    samples = interleave({"": call}, repeats=SAMPLES, max_seconds=math.inf, device=device)[""]
-    return statistics.median(sample for sample in samples if sample is not None)
+    return seconds_a_call(call, 1, device)
 
 
 def describe_plan(plan: tuple[int, dict[str, int]]) -> str:
@@ -174,22 +173,36 @@ def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str,
                 found[name] = fastest[launch] = seconds(kernel.call, setting.device)
 
     measure(current)
-    for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
+    # The interpreter knows neither warps nor stages.
+    others = (WARPS, STAGES) if setting.device == "cuda" else (WARPS[:1], STAGES[:1])
+    for block, warps, stages in itertools.product(BLOCKS, *others):
         measure(Launch(block, warps, stages, current.resident))
     for resident in RESIDENT:
         measure(min(fastest, key=fastest.__getitem__)._replace(resident=resident))
     return found
 
 
-def table(setting: Setting, ceilings: dict[str, float], with_sweep: bool, report: Callable[[str], None]) -> str:
-    """A Markdown table of the kernels in one setting; with_sweep: also the fastest way found to launch each."""
+def table(
+    setting: Setting,
+    ceilings: dict[str, float],
+    with_sweep: bool,
+    report: Callable[[str], None],
+    names: list[str] | None = None,
+) -> Iterator[str]:
+    """The lines of a Markdown table of the kernels in one setting, each as soon as it is measured.
+
+    with_sweep: also the fastest way found to launch each. names: of kernels; None for all.
+    """
     from nystrom_models.kernels.nystrom.launches import LAUNCHES, launch_place
 
     sequence = setting.batch_size * setting.length * setting.hidden_size * setting.dtype.itemsize
     heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, parts"]
-    lines = [heading + ["fastest found", "us"] * with_sweep + ["us ragged, dropout"]]
+    yield f"| {' | '.join(heading + ['fastest found', 'us'] * with_sweep + ['us ragged, dropout'])} |"
+    yield "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep + " ---: |"
     ragged = prepare(setting, ragged=True)
     for name, kernel in prepare(setting).items():
+        if names is not None and name not in names:
+            continue
         report(f"kernels n={setting.length}: {name}")
         taken = seconds(kernel.call, setting.device)
         rate = kernel.sequences * sequence / taken
@@ -204,7 +217,4 @@ def table(setting: Setting, ceilings: dict[str, float], with_sweep: bool, report
             best = min(found, key=found.__getitem__) if found else ""
             line += [best, f"{1e6 * found[best]:.1f}" if found else ""]
         line.append(f"{1e6 * seconds(ragged[name].call, setting.device):.1f}")
-        lines.append(line)
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    rows.insert(1, "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep + " ---: |")
-    return "\n".join(rows)
+        yield f"| {' | '.join(line)} |"

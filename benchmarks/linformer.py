@@ -99,8 +99,10 @@ def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
     return attend_exactly(softmax_attention_chunked, setting, inputs)
 
 
-def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
-    """Input and projections read once, output written once; the products, with E and F applied before W."""
+def floor(setting: Setting, inputs: Inputs) -> tuple[int, int] | None:
+    """Forward: input and projections read once, output written once; the products, with E and F applied before W."""
+    if setting.backward:
+        return None
     width, projected = setting.hidden_size, setting.projected_dim
     tokens = setting.batch_size * setting.length
     linear_layers = 2 * sum(name in inputs for name in ("query_weight", "output_weight")) * tokens * width**2

@@ -214,16 +214,17 @@ def measure(
         "unavailable" or "error", the last three with a `reason`. `speedup`, how many times as fast as this contender
         the baseline is (spread of the ratios of times from the same round), exists only where both are "ok".
         `tokens` is their number in a call, without padding, where the workload counts them.
-        `floor_milliseconds`, of ours in forward passes, is the time in which the machine could move the bytes or do
-        the operations that cannot be avoided, whichever takes longer.
+        `floor_milliseconds`, of ours where the workload knows it, is the time in which the machine could move the
+        bytes or do the operations that cannot be avoided, whichever takes longer.
         `others_cpu` is the CPU time that other processes took during the timing, per second: 0 on a quiet machine.
     """
     names = list(workload.contenders) if contenders is None else list(dict.fromkeys([workload.baseline, *contenders]))
     inputs = prepare_inputs(workload, setting)
     references = References(setting, inputs)
+    bounds = None if workload.floor is None else workload.floor(setting, inputs)
     floor = None
-    if ceilings is not None and workload.floor is not None and not setting.backward:
-        moved, operations = workload.floor(setting, inputs)
+    if ceilings is not None and bounds is not None:
+        moved, operations = bounds
         floor = 1e3 * max(moved / ceilings["bytes_per_second"], operations / ceilings["operations_per_second"])
     tokens = None if workload.tokens is None else workload.tokens(inputs)
     results = {name: empty_result(workload, workload.contenders[name], tokens, floor) for name in names}

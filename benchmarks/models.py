@@ -39,8 +39,10 @@ def count_tokens(inputs: Inputs) -> int:
     return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
 
 
-def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
-    """The weights of the linear layers read once; the products of a Nyströmformer for the tokens without padding."""
+def floor(setting: Setting, inputs: Inputs) -> tuple[int, int] | None:
+    """Forward: the linear layers' weights read once; the products of a Nyströmformer for tokens without padding."""
+    if setting.backward:
+        return None
     width, tokens = setting.hidden_size, count_tokens(inputs)
     weights = setting.num_layers * 12 * width**2
     attention = setting.num_layers * tokens * width * (4 * setting.num_landmarks + setting.conv_kernel_size)

@@ -117,10 +117,14 @@ def moved_bytes(setting: Setting, inputs: Inputs) -> Tensor:
 
 
 def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
-    """Queries, keys and values read once, the context written once; each token's four products with M landmarks."""
+    """Queries, keys and values read once, the context written once; each token's four products with M landmarks.
+
+    Backward: those three and the context's gradient read once more, three gradients written; twice the products.
+    """
     numbers = inputs["query"].numel()
     taps = setting.conv_kernel_size if "conv_weight" in inputs else 0
-    return 4 * numbers * setting.dtype.itemsize, 2 * numbers * (4 * setting.num_landmarks + taps)
+    sequences, passes = (11, 3) if setting.backward else (4, 1)
+    return sequences * numbers * setting.dtype.itemsize, passes * 2 * numbers * (4 * setting.num_landmarks + taps)
 
 
 class Given(nn.Module):

@@ -99,7 +99,7 @@ class Workload:
         baseline: name of the contender that all ratios refer to.
         tokens: counts the tokens of the inputs, without padding; tables then show tokens a second.
         floor: the bytes that any implementation of the reference must read or write, and the additions and
-            multiplications that it must do, forward; tables then show how near to the machine's limits ours come.
+            multiplications that it must do, or None; tables then show how near to the machine's limits ours come.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Workload:
     reference: Callable[[Setting, Inputs], Tensor] | None
     baseline: str
     tokens: Callable[[Inputs], int] | None = None
-    floor: Callable[[Setting, Inputs], tuple[int, int]] | None = None
+    floor: Callable[[Setting, Inputs], tuple[int, int] | None] | None = None
     contenders: dict[str, Contender] = field(default_factory=dict)
 
     def contender(self, name: str, **options) -> Callable:

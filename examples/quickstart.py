@@ -39,6 +39,9 @@ SENTENCES = (
 )
 
 
+# What a run says that Ctrl-C or SIGTERM has ended.
+STOPPED = "The quickstart was stopped; run again, it starts from the beginning."
+
 # Rows of a batch at most: a step is counted in tokens.
 ROWS = 64
 
@@ -110,6 +113,7 @@ def pretraining_arguments(family: str, args: QuickstartArguments) -> Pretraining
         short_seq_prob=0.2,
         mlm_probability=args.mlm_probability,
         eval_strategy="no",
+        overwrite_output_dir=True,  # of a quickstart that was stopped
         seed=args.seed,
         preprocessing_num_workers=args.preprocessing_num_workers,
     )
@@ -127,6 +131,8 @@ def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         adam_beta2=0.98,
     )
     results = pretrain(pretraining_arguments(family, args), optimization, documents)
+    if "validation" not in results:
+        raise SystemExit(STOPPED)
     return results["validation"] | {"tokens_per_second": results["train"]["tokens_per_second"]}
 
 
@@ -161,6 +167,7 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         train_file=["docstrings of the installed packages"],  # for the model card
         label_column_name="package",
         eval_strategy="no",
+        overwrite_output_dir=True,  # of a quickstart that was stopped
         seed=args.seed,
     )
     optimization = OptimizationArguments(
@@ -171,6 +178,8 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         max_train_steps=args.finetune_steps,
     )
     results = finetune(arguments, optimization, arguments.task(), documents)
+    if "validation" not in results:
+        raise SystemExit(STOPPED)
     return {
         "package_accuracy": results["validation"]["accuracy"],
         "package_baseline": constant_accuracy(documents["validation"]["package"]),

@@ -3,6 +3,9 @@ import copy
 import json
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,7 +81,7 @@ def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
             assert set(row["check"]["deviations"]) == compared and (len(compared) > 1) == ("--backward" in options)
         if row["ours"] and who not in ON_A_GPU:
             assert row["status"] == "ok"
-            has_floor = name != "self-attention" and "--backward" not in options
+            has_floor = name.startswith("nystrom") or (name != "self-attention" and "--backward" not in options)
             assert bool(row["floor_milliseconds"]) == has_floor
         if who in ON_A_GPU:
             assert row["status"] == "unavailable" and "--device cuda" in row["reason"]
@@ -204,6 +207,18 @@ def test_each_contender_in_a_process_of_its_own(backward, monkeypatch):
         assert other["check"] == row["check"] and other["peak_bytes"] == row["peak_bytes"]
         assert other["milliseconds"]["samples"] == 2 and other["milliseconds"]["min"] > 0
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_the_command_gives_each_contender_a_process(tmp_path):
+    """As it is typed: processes of contenders import the main module, too."""
+    output = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks", "run", "--op", "nystrom", "--contenders", "exact-sdpa"]
+    command += ["--lengths", "32", *SMALL, "--repeats", "1", "--no_memory", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(cli.__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "each contender in a process of its own" in done.stdout
+    stored = json.loads(output.read_text())
+    assert stored["apart"] and [row["status"] for row in stored["results"]] == ["ok", "ok"]
 
 
 def test_an_opponent_that_fails_in_its_process(monkeypatch):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of single kernels, in Triton's interpreter, where its times mean nothing."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from benchmarks import cli, kernels, measure
+from benchmarks import cli, kernels
 from benchmarks.measure import deviation, prepare_inputs
 from benchmarks.nystrom import reference
 from benchmarks.registry import WORKLOADS, Setting
@@ -16,15 +18,9 @@ SETTING = Setting(20, batch_size=2, num_heads=1, head_dim=8, num_landmarks=4, co
 CEILINGS = {"bytes_per_second": 1e9, "operations_per_second": 1e9}
 
 
-@pytest.fixture(autouse=True)
-def once(monkeypatch):
-    monkeypatch.setattr(kernels, "SAMPLES", 1)
-    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 0.0)
-
-
 def test_every_kernel_is_timed():
-    text = kernels.table(SETTING, CEILINGS, False, lambda line: None)
-    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in text.splitlines()}
+    lines = kernels.table(SETTING, CEILINGS, False, lambda line: None)
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines}
     from nystrom_models.kernels.nystrom.launches import LAUNCHES
 
     assert set(LAUNCHES) < set(rows) and {"forward", "backward", "pseudo_inverse_fwd"} < set(rows)
@@ -66,7 +62,8 @@ def test_the_sweep_finds_the_fastest_that_computes_the_same(monkeypatch):
     timed = []
     cost = {16: 1.0, 32: 1.0, 64: 2.0, 128: 0.5}
     monkeypatch.setattr(kernels, "seconds", lambda *_: timed.append(plan()) or cost[current().block] / plan()[0])
-    found = kernels.sweep("token_attention_fwd", kernels.Kernel(call, 1, plan), place, SETTING)
+    on_a_gpu = dataclasses.replace(SETTING, device="cuda")
+    found = kernels.sweep("token_attention_fwd", kernels.Kernel(call, 1, plan), place, on_a_gpu)
     assert len(timed) == len(found) == len({kernels.describe_plan(plan) for plan in timed})  # each once
     blocks_and_stages = {tuple(name.split(", ")[::2]) for name in found}
     assert blocks_and_stages == {(b, s) for b in ("32", "64") for s in ("1", "2", "4")}

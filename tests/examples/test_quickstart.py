@@ -134,3 +134,12 @@ def test_seen_sentences_are_not_asked():
     documents = Dataset.from_dict({"text": ["It is short. return A LIST of the names of all columns, sorted."]})
     sentences = ["Return a [MASK] of the names of all columns.", "Return a [MASK] of the sizes of all rows."]
     assert quickstart.unseen(sentences, documents) == sentences[1:]
+
+
+@pytest.mark.parametrize("part", ["pretrain", "finetune"])
+def test_a_signal_ends_it_without_a_traceback(part, monkeypatch, tmp_path):
+    [arguments] = HfArgumentParser(quickstart.QuickstartArguments).parse_args_into_dataclasses(TINY)
+    monkeypatch.setattr(quickstart, part, lambda *arguments: {"train": {"steps": 3}})  # what a stopped run returns
+    function = getattr(quickstart, f"{part}_family")
+    with pytest.raises(SystemExit, match="was stopped"):
+        function("linformer", {}, replace(arguments, output_dir=str(tmp_path)))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints, as JSON, how many machine codes each kernel would need for batches of many sizes, without compiling any.
+
+Triton compiles a kernel anew for each specialization of its arguments. Run without TRITON_INTERPRET.
+"""
+
+import json
+from collections import defaultdict
+
+import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.compiled_kernels import AbsentGPU
+from nystrom_models import kernels
+from nystrom_models.kernels.device import DEVICE_TYPES
+from nystrom_models.kernels.nystrom import dispatch, first_try
+from nystrom_models.kernels.nystrom.inputs import AttentionInputs
+
+HEADS, DIM, LANDMARKS, TAPS = 12, 64, 64, 65
+# 1 and multiples of 16 are what Triton specializes by default.
+SIZES = [(1, 65), (1, 128), (2, 97), (16, 256), (3, 2049)]
+
+
+def attend(batch: int, length: int, dtype: torch.dtype, masked: bool, iterations: int) -> AttentionInputs:
+    states = [torch.zeros(batch, length, HEADS, DIM, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    return AttentionInputs(
+        *states,
+        torch.arange(length).expand(batch, -1) < length - 1 if masked else None,
+        num_landmarks=LANDMARKS,
+        pinv_iterations=iterations,
+        conv_weight=torch.zeros(HEADS, 1, TAPS, 1, dtype=dtype, requires_grad=True),
+        dropout_p=0.1 + 0.01 * batch if masked else 0.0,
+    )
+
+
+def main() -> None:
+    found = defaultdict(set)
+    run = JITFunction.run
+
+    def remember(self, key, *_):
+        found[self.__name__].add(key)
+        return self
+
+    JITFunction._do_compile = remember
+    JITFunction.run = lambda self, *arguments, grid, warmup, **options: run(
+        self, *arguments, grid=grid, warmup=True, **options
+    )
+    driver.set_active(AbsentGPU(80))
+    DEVICE_TYPES.add("cpu")
+    counts = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for masked in (False, True):
+            found.clear()
+            for batch, length in SIZES:
+                for iterations in (1, 6):
+                    inputs = attend(batch, length, dtype, masked, iterations)
+                    assert inputs.why_not() is None, inputs.why_not()
+                    dispatch.compute(inputs).sum().backward()
+            name = f"{dtype}, {'masked, dropout' if masked else 'plain'}"
+            before = {kernel: len(keys) for kernel, keys in found.items()}
+            # What the first try runs is what the model runs; its numbers are nothing, for nothing was compiled.
+            first_try.fault(inputs, dispatch.compute)
+            counts[name] = {kernel: [before.get(kernel, 0), len(keys)] for kernel, keys in found.items()}
+    assert kernels.why_not_on(torch.device("cpu")) is None
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever the batch, a model needs one machine code a kernel: nothing is compiled in the midst of an epoch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.backends.nvidia", reason="no Triton for NVIDIA")
+
+
+def test_batches_and_lengths_share_their_kernels_with_the_first_try():
+    """For many batch sizes, lengths, iterations and probabilities of dropout, each kernel is compiled once; the first
+    try compiles no other."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.specializations"],
+        cwd=Path(__file__).parents[2],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    counts = json.loads(result.stdout)
+    assert len(counts) == 4
+    for options, kernels in counts.items():
+        assert {"_landmarks_fwd_kernel", "_pseudo_inverse_bwd_kernel", "_merge_kernel"} <= set(kernels)
+        for name, (before, after) in kernels.items():
+            assert (before, after) == (1, 1), (options, name)
