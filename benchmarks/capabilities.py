@@ -118,6 +118,11 @@ class OurLinformer(TransformersContender):
     module, family, fields = nystrom_models, "Linformer", {"projected_dim": SLOTS}
 
 
+class OurLinearTransformer(TransformersContender):
+    title, ours = "ours: linear transformer", True
+    module, family, fields = nystrom_models, "LinearTransformer", {}
+
+
 class BuiltIn(TransformersContender):
     title = "transformers, as shipped"
     module, family, fields = built_in, "Nystromformer", {}
@@ -203,6 +208,7 @@ class LinformerPytorchPackage(Contender):
 CONTENDERS: list[type[Contender]] = [
     OurNystromformer,
     OurLinformer,
+    OurLinearTransformer,
     BuiltIn,
     BuiltInNystrom,
     NystromAttentionPackage,
