@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     batches.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="tokens of a row")
 
     causal = commands.add_parser(
-        "decode", help="time causal models: a generated token, prefill, a training step (CPU)"
+        "decode", help="time linear transformers: a generated token, prefill, a training step, projections (CPU)"
     )
     causal.add_argument("--what", nargs="+", choices=decoding.MEASURES, default=list(decoding.MEASURES))
     causal.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens (default: those of each measure)")

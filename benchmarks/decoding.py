@@ -17,6 +17,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedMo
 from benchmarks.measure import interleave, spread
 from benchmarks.runners import peak_memory
 from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
+from nystrom_models.models.attention_linear import elu_features, linear_attention
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 1000
 OURS, GROWING, STATIC = "linear transformer", "GPT-2, its cache", "GPT-2, static cache"
@@ -25,9 +26,12 @@ DEFAULT_LENGTHS = {
     "decode": [1024, 2048, 8192, 32768, 131072],
     "prefill": [2048, 8192, 32768],
     "train": [1024, 4096, 16384, 65536],
+    "projected": [512, 2048, 8192],
 }
 # Where exact attention would take minutes a sample.
-LONGEST_EXACT = {"decode": 32768, "prefill": 32768, "train": 16384}
+LONGEST_EXACT = {"decode": 32768, "prefill": 32768, "train": 16384, "projected": 0}
+PROJECTED_DIM = 256
+PROJECTED = f"projected_dim={PROJECTED_DIM}"
 
 
 def linear_transformer() -> PreTrainedModel:
@@ -179,13 +183,40 @@ def train(length: int, repeats: int, max_seconds: float, longest_exact: int) -> 
     return [row(name, length, samples, peak_bytes=peak_memory(call, "cpu")) for name, call in calls.items()]
 
 
-MEASURES: dict[str, Callable[..., list[dict]]] = {"decode": decode, "prefill": prefill, "train": train}
+def projected(length: int, repeats: int, max_seconds: float, longest_exact: int) -> list[dict]:
+    """Linear attention in both directions from given features, and Linformer's projection of φ(K) and V before it.
+
+    With weights of both signs, as a Linformer's are, and as training may make ours, sums of features turn negative:
+    counted are the tokens and heads whose normaliser is not positive.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, length, HEADS, WIDTH // HEADS)
+    query, key, value = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(3))
+    query, key = elu_features(query), elu_features(key)
+    matrix = torch.randn(PROJECTED_DIM, length, generator=generator) * (PROJECTED_DIM + length) ** -0.5
+    calls = {
+        OURS: lambda: linear_attention(query, key, value),
+        PROJECTED: lambda: linear_attention(query, matrix @ key, matrix @ value),
+    }
+    with torch.no_grad():
+        samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device="cpu")
+    share = ((query @ (matrix @ key).sum(dim=2, keepdim=True).mT) <= 0).double().mean().item()
+    rows = [row(name, length, samples) for name in calls]
+    return [rows[0] | {"not_positive": 0.0}, rows[1] | {"not_positive": share}]
+
+
+MEASURES: dict[str, Callable[..., list[dict]]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "train": train,
+    "projected": projected,
+}
 
 
 # ---- results ----
 
 
-def row(name: str, length: int, samples: dict[str, list[float | None]], **more: int) -> dict:
+def row(name: str, length: int, samples: dict[str, list[float | None]], **more: float) -> dict:
     seconds = [value for value in samples[name] if value is not None]
     own = samples[OURS]
     ratios = [theirs / ours for theirs, ours in zip(samples[name], own, strict=True) if theirs and ours]
@@ -204,6 +235,7 @@ TITLES = {
     "decode": "A generated token after n tokens of context",
     "prefill": "Prefill of n tokens",
     "train": "A training step of one row of n tokens, forward and backward",
+    "projected": "Linear attention in both directions alone, without and with a projection of n tokens",
 }
 
 
@@ -211,7 +243,7 @@ def table(what: str, rows: list[dict]) -> str:
     lines = [
         f"{TITLES[what]}: {LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}",
         f"{'n':>8}  {'model':<20} {'ms':>10} {'quartiles':>17} {'tokens/s':>11} {'times ours':>11}"
-        + ("  cache, KiB" if what == "decode" else "  peak, MiB" if what == "train" else ""),
+        + {"decode": "  cache, KiB", "train": "  peak, MiB", "projected": "  normaliser <= 0"}.get(what, ""),
     ]
     for item in rows:
         times = {name: value * 1e3 for name, value in item["seconds"].items()}
@@ -223,5 +255,7 @@ def table(what: str, rows: list[dict]) -> str:
             line += f"  {item['state_bytes'] / 2**10:>10,.0f}"
         if "peak_bytes" in item:
             line += f"  {item['peak_bytes'] / 2**20:>9,.0f}"
+        if "not_positive" in item:
+            line += f"  {item['not_positive']:>15.0%}"
         lines.append(line)
     return "\n".join(lines)
