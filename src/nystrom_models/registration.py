@@ -8,10 +8,15 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from .kernels.interface import NystromTriton
 from .models.modeling_base import BasePreTrainedModel
+from .models.modeling_linear_transformer import LinearTransformerPreTrainedModel
 from .models.modeling_linformer import LinformerPreTrainedModel
 from .models.modeling_nystromformer import NystromformerPreTrainedModel
 
-FAMILIES: tuple[type[BasePreTrainedModel], ...] = (NystromformerPreTrainedModel, LinformerPreTrainedModel)
+FAMILIES: tuple[type[BasePreTrainedModel], ...] = (
+    NystromformerPreTrainedModel,
+    LinformerPreTrainedModel,
+    LinearTransformerPreTrainedModel,
+)
 
 
 def register() -> None:
