@@ -49,9 +49,7 @@ _backward_operator = torch.library.custom_op(
 @_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Any, state: Any):
     parts = (query.shape[2] + PART_TOKENS - 1) // PART_TOKENS
-    states = query.new_empty(
-        *query.shape[:2], parts + 1, query.shape[3], value.shape[3] + 1, dtype=torch.float32
-    )
+    states = query.new_empty(*query.shape[:2], parts + 1, query.shape[3], value.shape[3] + 1, dtype=torch.float32)
     return torch.empty_like(by_token(value)).transpose(1, 2), torch.empty_like(states[:, :, -1]), states
 
 

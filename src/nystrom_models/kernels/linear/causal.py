@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal linear attention by chunks, forward and backward.
 
-    out_i = φ(q_i) S_i / (φ(q_i) z_i + ε),  [S_i, z_i] = Σ_(j<=i) φ(k_j) [v_jᵀ, 1]        (eq. 9 to 12 of arXiv:2006.16236)
+    out_i = φ(q_i) S_i / (φ(q_i) z_i + ε),  [S_i, z_i] = Σ_(j<=i) φ(k_j) [v_jᵀ, 1]
 
-Here q and k are φ(q) and φ(k). The tokens are split into parts of a fixed size. A first launch sums each part; from the
-sums before it, a second one goes through each part chunk by chunk, with the scores of a chunk's own tokens. Parts do
-not depend on the length, so that not even a rounding of a token's result depends on what comes later.
+(eq. 9 to 12 of arXiv:2006.16236.) Here q and k are φ(q) and φ(k). The tokens are split into parts of a fixed size. A
+first launch sums each part; from the sums before it, a second one goes through each part chunk by chunk, with the
+scores of a chunk's own tokens. Parts do not depend on the length, so that not even a rounding of a token's result
+depends on what comes later.
 
 Backward, with r_i = 1 / (q_i z_i + ε), g_i = r_i do_i and e_i = -g_i · out_i:
 
@@ -53,7 +54,9 @@ def _load_state(states, D: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 
 
 @triton.jit
-def _gradients(do, reciprocal, column, tokens, stop, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr):
+def _gradients(
+    do, reciprocal, column, tokens, stop, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr
+):
     """g (len(tokens), BLOCK_D) in `dtype` and e (len(tokens))."""
     inside = tokens < stop
     g = load_tile(do, tokens, stride, inside, D, BLOCK_D).to(tl.float32)
@@ -82,7 +85,9 @@ def _part_sums_kernel(
         valid = _valid(mask, row, tokens, stop, N, MASKED)
         a = load_tile(left, tokens, H * F, valid, F, BLOCK_F)
         if BACKWARD:
-            b, e = _gradients(right, reciprocal + program * N, column + program * N, tokens, stop, H * D, D, BLOCK_D, G)
+            b, e = _gradients(
+                right, reciprocal + program * N, column + program * N, tokens, stop, H * D, D, BLOCK_D, G
+            )
             last += tl.sum(a.to(tl.float32) * e[:, None], axis=0)
         else:
             b = load_tile(right, tokens, H * D, valid, D, BLOCK_D)
