@@ -14,7 +14,7 @@ Backward, with r_i = 1 / (q_i z_i + ε), g_i = r_i do_i and e_i = -g_i · out_i:
 
 where the first sum takes the states S, and the others the states R_j = Σ_(i>=j) q_iᵀ [g_i, e_i], from the last part to
 the first. What all values have in common cancels in g_i · v_j + e_i: so e is made of the rounded g and the unrounded
-out, which is computed again, and states are multiplied in three products of TF32, as exact as float32.
+out, which is computed again, and no state is rounded where it is multiplied: half precision takes it as a sum of two.
 
 In units of a tensor (B, N, H, D) with F = D features, the forward pass moves six: keys and values are read twice; four
 could not be avoided. The backward pass moves 13 of seven.
@@ -32,9 +32,41 @@ from torch import Tensor
 from ..common import dot, kernel, load_tile, on_device, store_tile, tile
 
 EPSILON = tl.constexpr(1e-6)
-# Tokens of a part and of a chunk. Part of the results: another number rounds otherwise.
+# Tokens of a part. The results depend on it: another number rounds otherwise.
 PART_TOKENS = 512
-CHUNK_TOKENS = 64
+
+
+@triton.jit
+def _rounded(a, dtype: tl.constexpr):
+    """As products of `dtype` take it: float32, of float16, to the nearest TF32, which has as many bits as float16."""
+    if dtype == tl.float32:
+        bits = (a.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return a.to(dtype)
+
+
+@triton.jit
+def _times(a, b, acc, HALF: tl.constexpr, G: tl.constexpr):
+    """a b + acc, where one is of half precision and the other rounded to G; or both are float32.
+
+    Float32 is multiplied without tensor cores: for those the registers would hold each operand twice.
+    """
+    if HALF:
+        return dot(a.to(G), b.to(G), acc, "tf32")
+    else:
+        return dot(a, b, acc, "ieee")
+
+
+@triton.jit
+def _times_state(a, state, acc, HALF: tl.constexpr, G: tl.constexpr):
+    """a state + acc, with a as in `_times`; the state, in float32, is taken as a sum of two that products take."""
+    if HALF:
+        large = _rounded(state, G)
+        acc = _times(a, state - large.to(tl.float32), acc, HALF, G)
+        return _times(a, large, acc, HALF, G)
+    else:
+        return _times(a, state, acc, HALF, G)
 
 
 @triton.jit
@@ -55,19 +87,31 @@ def _load_state(states, D: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
 
 @triton.jit
 def _gradients(
-    do, reciprocal, column, tokens, stop, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr
+    do,
+    reciprocal,
+    column,
+    tokens,
+    stop,
+    stride,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """g (len(tokens), BLOCK_D) in `dtype` and e (len(tokens))."""
+    """g (len(tokens), BLOCK_D), rounded as products take it, and e (len(tokens))."""
     inside = tokens < stop
     g = load_tile(do, tokens, stride, inside, D, BLOCK_D).to(tl.float32)
     g *= tl.load(reciprocal + tokens, mask=inside, other=0.0)[:, None]
-    return g.to(dtype), tl.load(column + tokens, mask=inside, other=0.0)
+    if HALF:
+        g = _rounded(g, dtype)
+    return g, tl.load(column + tokens, mask=inside, other=0.0)
 
 
 @kernel
 def _part_sums_kernel(
     left, right, reciprocal, column, sums, mask, N, H,
-    MASKED: tl.constexpr, BACKWARD: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, BACKWARD: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Of each part Σ left_iᵀ [right_i, 1], or backward Σ left_iᵀ [g_i, e_i], g of right = do: (F, D + 1)."""
@@ -86,13 +130,14 @@ def _part_sums_kernel(
         a = load_tile(left, tokens, H * F, valid, F, BLOCK_F)
         if BACKWARD:
             b, e = _gradients(
-                right, reciprocal + program * N, column + program * N, tokens, stop, H * D, D, BLOCK_D, G
+                right, reciprocal + program * N, column + program * N, tokens, stop, H * D, D, BLOCK_D, HALF, G
             )
             last += tl.sum(a.to(tl.float32) * e[:, None], axis=0)
+            total = _times(tl.trans(a), b, total, HALF, G)
         else:
             b = load_tile(right, tokens, H * D, valid, D, BLOCK_D)
             last += tl.sum(a.to(tl.float32), axis=0)
-        total = dot(tl.trans(a).to(b.dtype), b, total)
+            total = dot(tl.trans(a), b, total, "ieee")
     sums += (program * tl.num_programs(0) + tl.program_id(0)) * F * (D + 1)
     features = tl.arange(0, BLOCK_F)
     store_tile(sums, features, D + 1, features < F, total, D, BLOCK_D)
@@ -100,20 +145,19 @@ def _part_sums_kernel(
 
 
 @triton.jit
-def _attend(q, k, v, state, last, BLOCK_N: tl.constexpr):
+def _attend(q, k, v, state, last, HALF: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr):
     """A chunk's outputs, float32, and the reciprocals of their normalisers."""
     index = tl.arange(0, BLOCK_N)
-    scores = tl.where(index[:, None] >= index[None, :], dot(q, tl.trans(k)), 0.0)
-    precise = q.to(tl.float32)
-    out = dot(precise, state, dot(scores.to(v.dtype), v))
-    reciprocal = 1.0 / (tl.sum(scores, axis=1) + tl.sum(precise * last[None, :], axis=1) + EPSILON)
+    scores = tl.where(index[:, None] >= index[None, :], dot(q, tl.trans(k), None, "ieee"), 0.0)
+    out = _times_state(q, state, dot(scores.to(v.dtype), v, None, "ieee"), HALF, G)
+    reciprocal = 1.0 / (tl.sum(scores, axis=1) + tl.sum(q.to(tl.float32) * last[None, :], axis=1) + EPSILON)
     return out * reciprocal[:, None], reciprocal
 
 
 @kernel
 def _causal_fwd_kernel(
     q, k, v, states, out, mask, N, H,
-    MASKED: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(1).to(tl.int64)
@@ -130,16 +174,16 @@ def _causal_fwd_kernel(
         q_block = load_tile(q + head * F, tokens, H * F, inside, F, BLOCK_F)
         k_block = load_tile(k + head * F, tokens, H * F, valid, F, BLOCK_F)
         v_block = load_tile(v + head * D, tokens, H * D, valid, D, BLOCK_D)
-        result, _ = _attend(q_block, k_block, v_block, state, last, BLOCK_N)
+        result, _ = _attend(q_block, k_block, v_block, state, last, HALF, G, BLOCK_N)
         store_tile(out + head * D, tokens, H * D, inside, result, D, BLOCK_D)
-        state = dot(tl.trans(k_block), v_block, state)
+        state = dot(tl.trans(k_block), v_block, state, "ieee")
         last += tl.sum(k_block.to(tl.float32), axis=0)
 
 
 @kernel
 def _causal_bwd_dq_kernel(
     q, k, v, do, states, dq, reciprocal, column, mask, N, H,
-    MASKED: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dq, and r and e of each token for what follows."""
@@ -158,25 +202,28 @@ def _causal_bwd_dq_kernel(
         q_block = load_tile(q + head * F, tokens, H * F, inside, F, BLOCK_F)
         k_block = load_tile(k + head * F, tokens, H * F, valid, F, BLOCK_F)
         v_block = load_tile(v + head * D, tokens, H * D, valid, D, BLOCK_D)
-        out, r = _attend(q_block, k_block, v_block, state, last, BLOCK_N)
+        out, r = _attend(q_block, k_block, v_block, state, last, HALF, G, BLOCK_N)
         tl.store(reciprocal + program * N + tokens, r, mask=inside)
         g = load_tile(do + head * D, tokens, H * D, inside, D, BLOCK_D).to(tl.float32) * r[:, None]
-        g = g.to(G)
+        if HALF:
+            g = _rounded(g, G)
         e = -tl.sum(g.to(tl.float32) * out, axis=1)
         tl.store(column + program * N + tokens, e, mask=inside)
-        dscores = dot(g, tl.trans(v_block).to(G)) + e[:, None]
+        dscores = _times(g, tl.trans(v_block), None, HALF, G) + e[:, None]
         dscores = tl.where(index[:, None] >= index[None, :], dscores, 0.0)
-        result = dot(dscores.to(G), k_block.to(G)) + e[:, None] * last[None, :]
-        result = dot(g.to(tl.float32), tl.trans(state), result)
+        if HALF:
+            dscores = _rounded(dscores, G)
+        result = _times(dscores, k_block, e[:, None] * last[None, :], HALF, G)
+        result = _times_state(g, tl.trans(state), result, HALF, G)
         store_tile(dq + head * F, tokens, H * F, inside, result, F, BLOCK_F)
-        state = dot(tl.trans(k_block), v_block, state)
+        state = dot(tl.trans(k_block), v_block, state, "ieee")
         last += tl.sum(k_block.to(tl.float32), axis=0)
 
 
 @kernel
 def _causal_bwd_dkv_kernel(
     q, k, v, do, states, reciprocal, column, dk, dv, mask, N, H,
-    MASKED: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """states: R of the tokens after each part, the last part's first."""
@@ -198,38 +245,45 @@ def _causal_bwd_dkv_kernel(
         k_block = load_tile(k + head * F, tokens, H * F, valid, F, BLOCK_F)
         v_block = load_tile(v + head * D, tokens, H * D, valid, D, BLOCK_D)
         g, e = _gradients(
-            do + head * D, reciprocal + program * N, column + program * N, tokens, stop, H * D, D, BLOCK_D, G
+            do + head * D, reciprocal + program * N, column + program * N, tokens, stop, H * D, D, BLOCK_D, HALF, G
         )
         # Rows are keys here, and columns the queries that are not before them.
         after = index[:, None] <= index[None, :]
-        scores = tl.where(after, dot(k_block, tl.trans(q_block)), 0.0)
-        result = dot(k_block.to(tl.float32), state, dot(scores.to(G), g))
+        scores = tl.where(after, dot(k_block, tl.trans(q_block), None, "ieee"), 0.0)
+        if HALF:
+            scores = _rounded(scores, G)
+        result = _times_state(k_block, state, _times(scores, g, None, HALF, G), HALF, G)
         store_tile(dv + head * D, tokens, H * D, inside, result, D, BLOCK_D)
-        dscores = tl.where(after, dot(v_block.to(G), tl.trans(g)) + e[None, :], 0.0)
-        result = dot(dscores.to(G), q_block.to(G)) + last[None, :]
-        result = dot(v_block.to(tl.float32), tl.trans(state), result)
+        dscores = tl.where(after, _times(v_block, tl.trans(g), None, HALF, G) + e[None, :], 0.0)
+        if HALF:
+            dscores = _rounded(dscores, G)
+        result = _times(dscores, q_block, None, HALF, G) + last[None, :]
+        result = _times_state(v_block, tl.trans(state), result, HALF, G)
         if MASKED:
             result = tl.where(valid[:, None], result, 0.0)
         store_tile(dk + head * F, tokens, H * F, inside, result, F, BLOCK_F)
-        state = dot(tl.trans(q_block).to(G), g, state)
+        state = _times(tl.trans(q_block), g, state, HALF, G)
         last += tl.sum(q_block.to(tl.float32) * e[:, None], axis=0)
 
 
 def _sizes(q: Tensor, v: Tensor) -> dict[str, Any]:
     features, dim = q.shape[-1], v.shape[-1]
-    wide = tile(features) * tile(dim) > 64 * 64
-    precise = v.dtype == torch.float32
+    large = tile(features) * tile(dim) > 64 * 64
+    # In bfloat16 all operands are; those of float16's gradients are float32, as those of float32.
+    wide = large or v.dtype != torch.bfloat16
     return {
+        "HALF": v.dtype != torch.float32,
+        "G": tl.bfloat16 if v.dtype == torch.bfloat16 else tl.float32,
         "N": q.shape[1],
         "H": q.shape[2],
         "F": features,
         "D": dim,
         "PART": PART_TOKENS,
-        "BLOCK_N": CHUNK_TOKENS // 2 if precise or wide else CHUNK_TOKENS,
+        "BLOCK_N": 16 if v.dtype == torch.float32 or (large and v.dtype == torch.float16) else 32 if wide else 64,
         "BLOCK_F": tile(features),
         "BLOCK_D": tile(dim),
         "num_warps": 8 if wide else 4,
-        "num_stages": 1 if precise or wide else 2,
+        "num_stages": 1 if wide else 2,
     }
 
 
@@ -243,11 +297,6 @@ def _add_up(first: Tensor | None, sums: Tensor) -> Tensor:
     """(B, H, P + 1, F, D + 1) of sums (B, H, P, F, D + 1): `first`, and with each of the sums added, one after one."""
     first = torch.zeros_like(sums[:, :, 0]) if first is None else first.to(torch.float32)
     return torch.cat([first[:, :, None], sums], dim=2).cumsum(dim=2)
-
-
-def _gradient_dtype(dtype: torch.dtype) -> Any:
-    """Of g, which may exceed float16's range where a normaliser is small."""
-    return {torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
 
 
 def causal_forward(
@@ -265,7 +314,7 @@ def causal_forward(
     out = torch.empty_like(v)
     with on_device(q):
         sizes, masked = _sizes(q, v), _mask(mask)
-        _part_sums_kernel[grid](k, v, None, None, sums, BACKWARD=False, G=None, **masked, **sizes)
+        _part_sums_kernel[grid](k, v, None, None, sums, BACKWARD=False, **masked, **sizes)
         states = _add_up(state, sums)
         _causal_fwd_kernel[grid](q, k, v, states, out, **masked, **sizes)
     return out, states
@@ -291,7 +340,7 @@ def causal_backward(
     column = torch.empty_like(reciprocal)
     sums = torch.empty_like(states[:, :, 1:])
     with on_device(q):
-        sizes, masked = _sizes(q, v) | {"G": _gradient_dtype(q.dtype)}, _mask(mask)
+        sizes, masked = _sizes(q, v), _mask(mask)
         _causal_bwd_dq_kernel[grid](q, k, v, do, states, dq, reciprocal, column, **masked, **sizes)
         # Queries count, whether their tokens are valid or not: their outputs have gradients.
         _part_sums_kernel[grid](q, do, reciprocal, column, sums, BACKWARD=True, **_mask(None), **sizes)
