@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint matrix bench gpu clean
+.PHONY: help quickstart test lint matrix floors bench gpu clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,6 +44,9 @@ lint: $(VENV)/installed ## Check format, style and types
 
 matrix: ## Run the tests on every supported Python that is found, with the newest versions of all packages (long)
 	@$(PYTHON) tests/matrix.py
+
+floors: $(VENV)/installed ## Run the tests with the lowest version of every dependency (long)
+	@$(BIN)/python -m tests.packaging.floors
 
 bench: $(VENV)/installed ## Measure attention and models against the alternatives
 	@$(BIN)/python -m benchmarks run

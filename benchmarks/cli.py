@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `python -m benchmarks {list,run,table,plot,kernels,capabilities,gpu,tests,sanitize,train}`."""
+"""Command line: `python -m benchmarks COMMAND`, and `--help` for the commands."""
 
 import argparse
 import dataclasses
@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import (  # noqa: F401  (they register)
     capabilities,
+    collators,
     compiled_kernels,
     environment,
     gpu,
@@ -55,6 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds after which a slow contender sits out further rounds, at the earliest after three (default: 20)",
     )
     run.add_argument("--no_memory", action="store_true", help="do not measure peak memory")
+    run.add_argument(
+        "--one_process",
+        action="store_true",
+        help="run all contenders in this process: it starts faster, but each waits for memory as the others left it",
+    )
     run.add_argument("--output", help="JSON file for the results")
     run.add_argument("--plot", help="image file for a plot of the results (needs matplotlib)")
     add_sizes(run)
@@ -98,6 +104,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_sizes(alone)
     alone.set_defaults(dtype="bfloat16")
+
+    batches = commands.add_parser("collators", help="time how batches for pretraining are made (CPU, under a minute)")
+    batches.add_argument("--batch_size", type=int, default=32, help="rows (default: 32)")
+    batches.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="tokens of a row")
 
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
@@ -229,6 +239,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
         "schema_version": SCHEMA_VERSION,
         "command": shlex.join(["python", "-m", "benchmarks", *argv]),
         **circumstances(arguments),
+        "apart": not arguments.one_process,
         "results": [],
     }
     for workload in workloads:
@@ -242,6 +253,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
                 max_seconds=arguments.max_seconds,
                 memory=not arguments.no_memory,
                 ceilings=results["ceilings"],
+                apart=results["apart"],
                 report=progress,
             )
             results["results"] += [{**row, "setting": describe_setting(setting)} for row in rows]
@@ -350,7 +362,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command in ("gpu", "tests", "sanitize", "train"):
         require_device(parser, arguments.device)
         return on_a_gpu(arguments)
-    if arguments.command == "list":
+    if arguments.command == "collators":
+        for length in arguments.lengths:
+            print(collators.table(arguments.batch_size, length), end="\n\n")
+    elif arguments.command == "list":
         list_workloads()
     elif arguments.command == "table":
         results = read(arguments.file)

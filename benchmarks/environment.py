@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.measure import seconds_a_call
+from benchmarks.runners import seconds_a_call
 
 PACKAGES = (
     "nystrom_models",
@@ -34,6 +34,24 @@ def cpu_model() -> str:
     return found.group(1) if found else platform.processor() or platform.machine()
 
 
+def allocator() -> str:
+    """What hands out a CPU's memory to all contenders: the C library, or what is loaded in its place, and settings."""
+    loaded = [os.path.basename(path) for path in re.split(r"[ :]+", os.environ.get("LD_PRELOAD", "")) if path]
+    try:
+        library = os.confstr("CS_GNU_LIBC_VERSION") or "the C library's"
+    except (AttributeError, OSError, ValueError):  # not on this system
+        library = "the C library's"
+    replaced = [name for name in loaded if "malloc" in name]
+    settings = [f"{name}={os.environ[name]}" for name in _ALLOCATOR_SETTINGS if name in os.environ]
+    return ", ".join([*(replaced or [library]), *settings])
+
+
+_ALLOCATOR_SETTINGS = (
+    *("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"),
+    *("MALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+)
+
+
 def machine(device: str) -> dict:
     """CPU, its cores that this process may use, memory and load; the GPU when `device` is "cuda"."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -45,6 +63,7 @@ def machine(device: str) -> dict:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_at_start": round(os.getloadavg()[0], 2),
         "system": platform.system(),
+        "allocator": allocator(),
         "gpu": None,
     }
     if device == "cuda":

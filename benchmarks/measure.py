@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every contender against its reference, then times those that passed, in turn, in one process."""
+"""Checks every contender against its reference, then times those that passed, in turn."""
 
-import json
 import math
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.registry import Contender, Inputs, Prepared, Setting, Workload
+from benchmarks.registry import Contender, Inputs, Setting, Workload
+from benchmarks.runners import (
+    AnyRunner,
+    RemoteRunner,
+    Runner,
+    cpu_seconds,
+    outputs_and_gradients,
+    prepare_inputs,
+    reason,
+    seconds_a_call,
+)
+from benchmarks.runners import (
+    gradient_like as gradient_like,  # for those who write a measurement of their own
+)
 
 # Largest deviation from the float64 result on the same (rounded) inputs, relative to the largest element.
 # Several roundings follow each other (softmax, pseudo-inverse, two products), each of about the dtype's epsilon.
@@ -37,45 +48,11 @@ MIN_SAMPLES = 3
 WARMED_SECONDS = 1.0
 
 
-def prepare_inputs(workload: Workload, setting: Setting) -> Inputs:
-    generator = torch.Generator().manual_seed(setting.seed)
-    inputs = {}
-    for name, tensor in workload.inputs(setting, generator).items():
-        if tensor.is_floating_point():
-            tensor = tensor.to(setting.device, setting.dtype).requires_grad_(setting.backward)
-        else:
-            tensor = tensor.to(setting.device)
-        inputs[name] = tensor
-    return inputs
-
-
 def in_float64(inputs: Inputs) -> Inputs:
     return {
         name: tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
         for name, tensor in inputs.items()
     }
-
-
-def gradient_like(output: Tensor, seed: int) -> Tensor:
-    """The incoming gradient of the backward pass: the same for every contender and for its reference."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
-
-
-def outputs_and_gradients(call: Callable[[], Tensor], inputs: Inputs, setting: Setting) -> dict[str, Tensor]:
-    """The output, and with `setting.backward` the gradient of each input that the call depends on."""
-    if not setting.backward:
-        with torch.no_grad():
-            return {"output": call()}
-    output = call()
-    leaves = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
-    if not leaves:
-        return {"output": output.detach()}
-    gradients = torch.autograd.grad(
-        output, list(leaves.values()), gradient_like(output, setting.seed), allow_unused=True
-    )
-    found = {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
-    return {"output": output.detach(), **found}
 
 
 def deviation(result: Tensor, reference: Tensor) -> float:
@@ -101,9 +78,7 @@ class References:
         return self.computed[function]
 
 
-def check(
-    workload: Workload, contender: Contender, prepared: Prepared, inputs: Inputs, references: References
-) -> dict:
+def check(workload: Workload, contender: Contender, runner: AnyRunner, references: References) -> dict:
     """Compares a contender with its reference.
 
     Returns:
@@ -111,17 +86,17 @@ def check(
         `timed_deviation`, the deviation of what is timed where something else had to be compared, else None.
     """
     setting = references.setting
-    timed = outputs_and_gradients(prepared.call, inputs, setting)
+    timed = runner.outputs()
     function = contender.reference or workload.reference
     if function is None:
         finite = all(torch.isfinite(tensor).all().item() for tensor in timed.values())
         judged = contender.judged or "output is finite"
         return {"passed": finite, "judged": judged, "deviations": {}, "tolerances": {}, "timed_deviation": None}
     expected = references(function)
-    if prepared.verify is None:
-        compared, timed_deviation = timed, None
+    compared, timed_deviation = runner.verified(), None
+    if compared is None:
+        compared = timed
     else:
-        compared = outputs_and_gradients(prepared.verify, inputs, setting)
         timed_deviation = deviation(timed["output"], expected["output"])
     names = [name for name in compared if name in expected]
     deviations = {name: deviation(compared[name], expected[name]) for name in names}
@@ -138,80 +113,38 @@ def check(
     }
 
 
-def timed_call(prepared: Prepared, inputs: Inputs, setting: Setting) -> Callable[[], object]:
-    """What one measurement runs: the forward pass, or forward and backward to every input and parameter."""
-    if not setting.backward:
-
-        def forward():
-            with torch.no_grad():
-                return prepared.call()
-
-        return forward
-    leaves = [tensor for tensor in (*inputs.values(), *prepared.parameters) if tensor.requires_grad]
-    incoming = gradient_like(prepared.call(), setting.seed)
-    return lambda: torch.autograd.grad(prepared.call(), leaves, incoming, allow_unused=True)
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds_a_call(call: Callable[[], object], calls: int, device: str) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - start) / calls
-
-
-def peak_memory(call: Callable[[], object], device: str) -> int:
-    """Most bytes that one call held at once beyond what was allocated before, as PyTorch's allocator saw it."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "trace.json")
-        profiler.export_chrome_trace(path)
-        with open(path, encoding="utf-8") as file:
-            events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: (event["ts"], event["args"]["Ev Idx"])):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
-
-
 def interleave(
     calls: dict[str, Callable[[], object]], *, repeats: int, max_seconds: float, device: str, seed: int = 0
 ) -> dict[str, list[float | None]]:
+    """Seconds a call of functions of this process, as [`take_turns`] takes them."""
+    timers = {name: partial(seconds_a_call, call, device=device) for name, call in calls.items()}
+    return take_turns(timers, repeats=repeats, max_seconds=max_seconds, seed=seed)
+
+
+def take_turns(
+    timers: dict[str, Callable[[int], float]], *, repeats: int, max_seconds: float, seed: int = 0
+) -> dict[str, list[float | None]]:
     """Seconds a call of every contender, round after round, so that a drift of the machine hits all alike.
 
-    The order changes from round to round. A contender whose samples have taken `max_seconds` sits out the later rounds
-    (None there), but not before it has 3 samples.
+    A timer makes so many calls, and returns the mean of their times. The order changes from round to round. A
+    contender whose samples have taken `max_seconds` sits out the later rounds (None there), but not before it has 3
+    samples.
 
     Returns:
         For each name a list with one entry a round.
     """
     estimates = {}
-    for name, call in calls.items():
-        call()
-        estimates[name] = seconds_a_call(call, 1, device)
+    for name, timer in timers.items():
+        timer(1)
+        estimates[name] = timer(1)
     sizes = {
         name: min(MAX_CALLS_A_SAMPLE, max(1, math.ceil(SAMPLE_SECONDS / seconds)))
         for name, seconds in estimates.items()
     }
-    samples: dict[str, list[float | None]] = {name: [] for name in calls}
-    spent = dict.fromkeys(calls, 0.0)
+    samples: dict[str, list[float | None]] = {name: [] for name in timers}
+    spent = dict.fromkeys(timers, 0.0)
     shuffler = random.Random(seed)
-    order = list(calls)
+    order = list(timers)
     for done in range(repeats):
         shuffler.shuffle(order)
         for name in order:
@@ -219,8 +152,8 @@ def interleave(
                 samples[name].append(None)
                 continue
             if estimates[name] < WARMED_SECONDS:
-                calls[name]()  # what ran before has emptied the caches and given memory back to the system
-            seconds = seconds_a_call(calls[name], sizes[name], device)
+                timers[name](1)  # what ran before has emptied the caches and given memory back to the system
+            seconds = timers[name](sizes[name])
             samples[name].append(seconds)
             spent[name] += seconds * sizes[name]
     return samples
@@ -240,15 +173,16 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     }
 
 
-def cpu_seconds_of_others() -> float | None:
-    """CPU time that all other processes have used so far, all cores together; None where Linux does not tell."""
+def cpu_seconds_of_others(runners: Iterable[AnyRunner]) -> float | None:
+    """CPU time that all processes but this one and the contenders' have used so far, all cores together; None where
+    Linux does not tell."""
     try:
         with open("/proc/stat", encoding="utf-8") as file:
             user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
     except (OSError, ValueError):
         return None
-    used = os.times()
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - used.user - used.system
+    all_seconds = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return all_seconds - cpu_seconds() - sum(runner.cpu_seconds() for runner in runners)
 
 
 def measure(
@@ -260,6 +194,7 @@ def measure(
     max_seconds: float = 20.0,
     memory: bool = True,
     ceilings: dict[str, float] | None = None,
+    apart: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[dict]:
     """Checks and times the contenders of a workload in one setting.
@@ -270,6 +205,8 @@ def measure(
         max_seconds: time after which a slow contender sits out further rounds.
         memory: also measure peak memory.
         ceilings: `environment.ceilings`, to tell how long the workload takes at least on this machine.
+        apart: each contender runs in a process of its own, so that none waits for memory as another left it; the
+            workload must be a registered one.
         report: called with a line of progress.
 
     Returns:
@@ -289,52 +226,25 @@ def measure(
     if ceilings is not None and bounds is not None:
         moved, operations = bounds
         floor = 1e3 * max(moved / ceilings["bytes_per_second"], operations / ceilings["operations_per_second"])
-    results: dict[str, dict] = {}
-    ready: dict[str, Callable[[], object]] = {}
-    for name in names:
-        contender = workload.contenders[name]
-        result = {
-            "workload": workload.name,
-            "contender": name,
-            "ours": contender.ours,
-            "baseline": name == workload.baseline,
-            "status": "ok",
-            "reason": None,
-            "check": None,
-            "milliseconds": None,
-            "speedup": None,
-            "peak_bytes": None,
-            "tokens": None if workload.tokens is None else workload.tokens(inputs),
-            "others_cpu": None,
-            "floor_milliseconds": floor if contender.ours else None,
-        }
-        results[name] = result
-        reason = contender.unavailable(setting)
-        if reason is not None:
-            result.update(status="unavailable", reason=reason)
-            continue
-        report(f"{workload.name} n={setting.length}: checking {name}")
-        try:
-            prepared = contender.build(setting, inputs)
-            result["check"] = check(workload, contender, prepared, inputs, references)
-            if not result["check"]["passed"]:
-                result.update(status="wrong", reason=describe_failure(result["check"]))
-                continue
-            call = timed_call(prepared, inputs, setting)
-            if memory:
-                result["peak_bytes"] = peak_memory(call, setting.device)
-        except Exception as error:  # an opponent that cannot run must not end the others' measurement
-            if contender.ours:
-                raise
-            result.update(status="error", reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
-            continue
-        ready[name] = call
-    references.computed.clear()
-    report(f"{workload.name} n={setting.length}: timing {', '.join(ready)}")
-    started, others = time.perf_counter(), cpu_seconds_of_others()
-    samples = interleave(ready, repeats=repeats, max_seconds=max_seconds, device=setting.device, seed=setting.seed)
-    if others is not None:
-        others = max(0.0, cpu_seconds_of_others() - others) / (time.perf_counter() - started)
+    tokens = None if workload.tokens is None else workload.tokens(inputs)
+    results = {name: empty_result(workload, workload.contenders[name], tokens, floor) for name in names}
+    runners: dict[str, AnyRunner] = {}
+    try:
+        for name, result in results.items():
+            report(f"{workload.name} n={setting.length}: checking {name}")
+            runner = prepare(workload, workload.contenders[name], references, result, memory, apart)
+            if runner is not None:
+                runners[name] = runner
+        references.computed.clear()
+        report(f"{workload.name} n={setting.length}: timing {', '.join(runners)}")
+        started, others = time.perf_counter(), cpu_seconds_of_others(runners.values())
+        timers = {name: runner.seconds for name, runner in runners.items()}
+        samples = take_turns(timers, repeats=repeats, max_seconds=max_seconds, seed=setting.seed)
+        if others is not None:
+            others = max(0.0, cpu_seconds_of_others(runners.values()) - others) / (time.perf_counter() - started)
+    finally:
+        for runner in runners.values():
+            runner.close()
     for name, seconds in samples.items():
         results[name]["others_cpu"] = others
         results[name]["milliseconds"] = spread(1e3 * value for value in seconds if value is not None)
@@ -344,6 +254,52 @@ def measure(
                 theirs / ours for theirs, ours in rounds if theirs is not None and ours is not None
             )
     return list(results.values())
+
+
+def empty_result(workload: Workload, contender: Contender, tokens: int | None, floor: float | None) -> dict:
+    """What is known of a contender before it runs."""
+    return {
+        "workload": workload.name,
+        "contender": contender.name,
+        "ours": contender.ours,
+        "baseline": contender.name == workload.baseline,
+        "status": "ok",
+        "reason": None,
+        "check": None,
+        "milliseconds": None,
+        "speedup": None,
+        "peak_bytes": None,
+        "tokens": tokens,
+        "others_cpu": None,
+        "floor_milliseconds": floor if contender.ours else None,
+    }
+
+
+def prepare(
+    workload: Workload, contender: Contender, references: References, result: dict, memory: bool, apart: bool
+) -> AnyRunner | None:
+    """Builds and checks a contender, and writes what came of it into `result`; None where it is not to be timed."""
+    why = contender.unavailable(references.setting)
+    if why is not None:
+        result.update(status="unavailable", reason=why)
+        return None
+    runner: AnyRunner | None = None
+    try:
+        runner = (RemoteRunner if apart else Runner)(workload, contender, references.setting)
+        result["check"] = check(workload, contender, runner, references)
+        if result["check"]["passed"]:
+            if memory:
+                result["peak_bytes"] = runner.peak_bytes()
+            return runner
+        result.update(status="wrong", reason=describe_failure(result["check"]))
+    except Exception as error:
+        if contender.ours:
+            raise
+        # An opponent that cannot run must not end the others' measurement.
+        result.update(status="error", reason=reason(error))
+    if runner is not None:
+        runner.close()
+    return None
 
 
 def describe_failure(check: dict) -> str:

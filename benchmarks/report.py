@@ -134,6 +134,10 @@ def describe_machine(results: dict) -> str:
     if limits:
         hardware += f"; copies {limits['bytes_per_second'] / 1e9:.3g} GB/s"
         hardware += f", multiplies matrices at {limits['operations_per_second'] / 1e12:.3g} TFLOP/s"
+    if "allocator" in machine:
+        hardware += f"; memory from {machine['allocator']}"
+    if "apart" in results:
+        hardware += f", {'each contender in a process of its own' if results['apart'] else 'all in one process'}"
     return f"{hardware}; {installed}; commit {commit}; {results['created']}"
 
 

@@ -22,7 +22,14 @@ import transformers
 from onnxruntime.quantization import quantize_dynamic
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModel, AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import nystrom_models
 from nystrom_models.data import ClassificationCollator, classification_dataset
@@ -62,7 +69,7 @@ class ExportArguments:
     batch_size: int = field(default=4, metadata={"help": "Rows of a batch."})
     repeats: int = field(default=5, metadata={"help": "Batches that are timed, of which the median counts."})
     validation_file: list[str] | None = field(
-        default=None, metadata={"help": "Files to evaluate on: .jsonl, .csv or .parquet, each also .gz."}
+        default=None, metadata={"help": "Files to evaluate on: .json, .jsonl, .csv, .tsv or .parquet, each also .gz."}
     )
     text_column_names: list[str] | None = field(
         default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
@@ -87,6 +94,11 @@ def load_model(args: ExportArguments) -> PreTrainedModel:
     else:
         model_class = getattr(nystrom_models, config.architectures[0]) if config.architectures else AutoModel
     return model_class.from_pretrained(args.model_name_or_path, dtype=torch.float32).eval()
+
+
+def input_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the tokenizer gives and the model takes."""
+    return [name for name in tokenizer.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")]
 
 
 def onnx_engine(path: Path) -> Engine:
@@ -154,6 +166,53 @@ def print_table(results: dict[str, dict[str, Any]], lengths: Sequence[int], batc
         print(f"{name:<20}" + "".join(f"{cell:>12}" for cell in cells))
 
 
+def export(args: ExportArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Path]:
+    """Writes the model, and with --quantize the one in int8, beside configuration and tokenizer; the files by name."""
+    folder = Path(args.output_dir)
+    print(f"Exporting a {type(model).__name__} of {model.num_parameters():,} parameters", flush=True)
+    names = input_names(tokenizer)
+    path = export_onnx(model, folder / "model.onnx", input_names=names, opset_version=args.opset_version, verify=True)
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    files = {"ONNX Runtime": path}
+    if args.quantize:
+        files["ONNX Runtime, int8"] = folder / "model_quantized.onnx"
+        logging.disable(logging.WARNING)  # it advises to preprocess the model, which changes nothing here
+        quantize_dynamic(path, files["ONNX Runtime, int8"], per_channel=True, reduce_range=True)
+        logging.disable(logging.NOTSET)
+    return files
+
+
+def random_inputs(args: ExportArguments, model: PreTrainedModel, names: Sequence[str], lengths: Sequence[int]):
+    """Batches of random tokens without padding, by their length."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {}
+    for length in lengths:
+        ids = torch.randint(model.config.vocab_size, (args.batch_size, length), generator=generator)
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        inputs[length] = {name: tensors[name] for name in names}
+    return inputs
+
+
+def compare(
+    engines: dict[str, Engine], inputs: dict[int, dict[str, Tensor]], repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Times at each length, and the largest difference from the first engine's outputs."""
+    reference, *others = engines
+    expected = {length: engines[reference](tensors) for length, tensors in inputs.items()}
+    results: dict[str, dict[str, Any]] = {}
+    for name, engine in engines.items():
+        results[name] = {
+            f"milliseconds_{length}": milliseconds(engine, tensors, repeats) for length, tensors in inputs.items()
+        }
+    results[reference]["largest_output"] = max(output.abs().max().item() for output in expected.values())
+    for name in others:
+        results[name]["difference"] = max(
+            (engines[name](tensors) - expected[length]).abs().max().item() for length, tensors in inputs.items()
+        )
+    return results
+
+
 @torch.no_grad()
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
@@ -168,55 +227,21 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     if arguments.validation_file is not None:
         task, batches = evaluation_batches(arguments, model, tokenizer, limit)
 
-    folder = Path(arguments.output_dir)
-    names = [name for name in tokenizer.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")]
-    print(f"Exporting a {type(model).__name__} of {model.num_parameters():,} parameters", flush=True)
-    path = export_onnx(
-        model, folder / "model.onnx", input_names=names, opset_version=arguments.opset_version, verify=True
-    )
-    model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-    def pytorch(inputs: dict[str, Tensor]) -> Tensor:
-        return model(**inputs, return_dict=False)[0]
-
-    weights = sum(weight.nbytes for weight in model.parameters())
-    engines: dict[str, tuple[Engine, int]] = {
-        "PyTorch": (pytorch, weights),
-        "ONNX Runtime": (onnx_engine(path), os.path.getsize(path)),
-    }
-    if arguments.quantize:
-        quantized = folder / "model_quantized.onnx"
-        logging.disable(logging.WARNING)  # its advice of a step before, which changes nothing here
-        quantize_dynamic(path, quantized, per_channel=True, reduce_range=True)
-        logging.disable(logging.NOTSET)
-        engines["ONNX Runtime, int8"] = (onnx_engine(quantized), os.path.getsize(quantized))
-
-    generator = torch.Generator().manual_seed(0)
-    timed = {}
-    for length in lengths:
-        shape = (arguments.batch_size, length)
-        ids = torch.randint(model.config.vocab_size, shape, generator=generator)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
-        timed[length] = {name: inputs[name] for name in names}
-    expected = {length: pytorch(inputs) for length, inputs in timed.items()}
-    results: dict[str, dict[str, Any]] = {}
-    for name, (engine, size) in engines.items():
-        row = results[name] = {"megabytes": size / 1e6}
-        for length, inputs in timed.items():
-            row[f"milliseconds_{length}"] = milliseconds(engine, inputs, arguments.repeats)
-        if engine is pytorch:
-            row["largest_output"] = max(output.abs().max().item() for output in expected.values())
-        else:
-            row["difference"] = max(
-                (engine(inputs) - expected[length]).abs().max().item() for length, inputs in timed.items()
-            )
+    files = export(arguments, model, tokenizer)
+    engines: dict[str, Engine] = {"PyTorch": lambda inputs: model(**inputs, return_dict=False)[0]}
+    engines |= {name: onnx_engine(path) for name, path in files.items()}
+    names = input_names(tokenizer)
+    results = compare(engines, random_inputs(arguments, model, names, lengths), arguments.repeats)
+    for name, engine in engines.items():
+        size = os.path.getsize(files[name]) if name in files else sum(weight.nbytes for weight in model.parameters())
+        results[name]["megabytes"] = size / 1e6
         if task is not None:
             logits = torch.cat([engine({name: batch[name] for name in names}) for batch in batches])
-            row |= evaluate_predictions(task, logits, torch.cat([batch["labels"] for batch in batches]))
+            labels = torch.cat([batch["labels"] for batch in batches])
+            results[name] |= evaluate_predictions(task, logits, labels)
     print_table(results, lengths, arguments.batch_size)
-    write_results(folder, results, arguments)
-    print(f"Written to {folder}/")
+    write_results(arguments.output_dir, results, arguments)
+    print(f"Written to {arguments.output_dir}/")
     return results
 
 

@@ -39,7 +39,7 @@ SENTENCES = (
 )
 
 
-# Of a batch, at most; its tokens are what counts.
+# Rows of a batch at most: a step is counted in tokens.
 ROWS = 64
 
 
@@ -48,20 +48,22 @@ class QuickstartArguments:
     """The sizes of the run."""
 
     output_dir: str = field(default="outputs/quickstart", metadata={"help": "Everything is written here."})
-    seed: int = field(default=0, metadata={"help": "Of data, initial weights and order."})
+    seed: int = field(default=0, metadata={"help": "Seed of the data, the initial weights and the order."})
     max_train_steps: int = field(default=1600, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
     tokens_per_step: int = field(default=1000, metadata={"help": "Tokens of a step of pretraining."})
     learning_rate: float = field(default=1.5e-3, metadata={"help": "Peak learning rate of pretraining."})
-    max_length: int = field(default=128, metadata={"help": "Tokens of a row, at most."})
-    vocab_size: int = field(default=5000, metadata={"help": "Tokens of the vocabulary, at most."})
+    max_length: int = field(default=128, metadata={"help": "Largest number of tokens of a row."})
+    vocab_size: int = field(default=5000, metadata={"help": "Largest size of the vocabulary."})
     hidden_size: int = field(default=128, metadata={"help": "Width of the models."})
     num_hidden_layers: int = field(default=3, metadata={"help": "Layers of the models."})
     num_attention_heads: int = field(default=2, metadata={"help": "Heads of a layer."})
     num_landmarks: int = field(default=32, metadata={"help": "Landmarks, and projected length of the Linformer."})
     mlm_probability: float = field(default=0.3, metadata={"help": "Share of tokens predicted in pretraining."})
     num_classes: int = field(default=8, metadata={"help": "Packages that the classifier tells apart."})
-    max_bytes_per_package: int = field(default=3_000_000, metadata={"help": "Source read from one package, at most."})
+    max_bytes_per_package: int = field(
+        default=3_000_000, metadata={"help": "Most bytes of source code that are read from one package."}
+    )
     packages: list[str] | None = field(default=None, metadata={"help": "Packages to read; all if not given."})
     preprocessing_num_workers: int = field(
         default=min(4, os.cpu_count() or 1), metadata={"help": "Processes that prepare the data."}

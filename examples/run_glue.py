@@ -44,12 +44,12 @@ class GlueArguments(FinetuningArguments):
         default=None, metadata={"help": "MNLI's second test set; --test_file is the matched one."}
     )
     test_ax_file: list[str] | None = field(
-        default=None, metadata={"help": "GLUE's diagnostic set, which the model of MNLI predicts."}
+        default=None, metadata={"help": "GLUE's diagnostic set, predicted by the model of MNLI."}
     )
     start_from_mnli: bool = field(
         default=False, metadata={"help": "With --task_name all: RTE, MRPC and STS-B begin with the model of MNLI."}
     )
-    max_length: int | None = field(default=128, metadata={"help": "Tokens of a row, at most."})
+    max_length: int | None = field(default=128, metadata={"help": "Largest number of tokens of a row."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,13 +71,13 @@ class GlueArguments(FinetuningArguments):
                     "--label_column_name, --do_regression and --multi_label."
                 )
         if self.task_name != "mnli" and any(self.files("mnli")[split] for split in _OF_MNLI):
-            raise ValueError("Mismatched sets and the diagnostic set are MNLI's alone: --task_name mnli.")
+            raise ValueError("Only MNLI has mismatched sets and a diagnostic set: --task_name mnli.")
         if self.data_dir is not None and self.task_name is None:
             raise ValueError("--data_dir holds GLUE's tasks: give --task_name, too.")
         given = any(self.files("mnli").values())
         if given and (self.data_dir is not None or self.task_name == "all"):
             raise ValueError(
-                "Files of one task are named by flags, those of a folder are found: give --data_dir alone."
+                "Give either the files of one task or --data_dir, in which the files are found, not both."
             )
         if self.task_name == "all" and (self.push_to_hub or not self.do_train):
             raise ValueError("--task_name all trains many models: leave out --push_to_hub and --no_do_train.")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
 import json
+import os
+import re
 
 import pytest
 import torch
 
-from benchmarks import cli, measure, report
+from benchmarks import cli, environment, measure, report, runners
 from benchmarks.registry import WORKLOADS, Prepared, Setting
 
 SIZES = {
@@ -17,7 +19,7 @@ SIZES = {
     "num_layers": 1,
 }
 SMALL = [text for name, size in SIZES.items() for text in (f"--{name}", str(size))]
-QUICK = ["--repeats", "2", "--max_seconds", "1"]
+QUICK = ["--repeats", "2", "--max_seconds", "1", "--one_process"]
 ON_A_GPU = {"ours-kernels", "ours-pytorch"}
 OPERATIONS = [name for name, workload in WORKLOADS.items() if workload.kind == "op"]
 
@@ -58,6 +60,7 @@ def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
         "versions",
         "source",
         "ceilings",
+        "apart",
         "results",
     }
     assert stored["machine"]["cores"] >= 1 and stored["versions"]["torch"] == torch.__version__
@@ -180,6 +183,54 @@ def test_an_opponent_that_fails_does_not_end_the_run():
     assert next(row["reason"] for row in rows if row["contender"] == "broken") == "RuntimeError: expected this shape"
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_each_contender_in_a_process_of_its_own(backward, monkeypatch):
+    """They are checked and timed as in one process, one after the other in every round."""
+    setting = Setting(32, backward=backward, **SIZES)
+    names = ["ours", "exact-sdpa"]
+    started, pids = runners.RemoteRunner.__init__, []
+
+    def start(runner, *arguments):
+        started(runner, *arguments)
+        pids.append(runner.process.pid)
+
+    monkeypatch.setattr(runners.RemoteRunner, "__init__", start)
+    here = measure.measure(WORKLOADS["nystrom"], setting, contenders=names, repeats=2)
+    assert not pids
+    apart = measure.measure(WORKLOADS["nystrom"], setting, contenders=names, repeats=2, apart=True)
+    assert len(set(pids)) == 2 and os.getpid() not in pids
+    for row, other in zip(here, apart, strict=True):
+        assert row.keys() == other.keys() and other["status"] == "ok"
+        assert other["check"] == row["check"] and other["peak_bytes"] == row["peak_bytes"]
+        assert other["milliseconds"]["samples"] == 2 and other["milliseconds"]["min"] > 0
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_an_opponent_that_fails_in_its_process(monkeypatch):
+    """By an error, or because the system ends the process."""
+    bf16 = Setting(32, dtype=torch.bfloat16, **SIZES)
+    rows = measure.measure(
+        WORKLOADS["nystrom"], bf16, contenders=["transformers"], repeats=1, memory=False, apart=True
+    )
+    by_name = {row["contender"]: row for row in rows}
+    assert by_name["ours"]["status"] == "ok" and by_name["transformers"]["status"] == "error"
+    assert by_name["transformers"]["reason"].startswith("RuntimeError: expected scalar type")
+    runner = runners.RemoteRunner(WORKLOADS["nystrom"], WORKLOADS["nystrom"].contenders["ours"], Setting(32, **SIZES))
+    runner.seconds(1)
+    runner.process.kill()
+    with pytest.raises(runners.ContenderFailed, match="ended with exit code -9"):
+        runner.seconds(1)
+    runner.close()
+
+
+def test_the_allocator_is_named(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert environment.allocator().endswith("MALLOC_ARENA_MAX=1")
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc.so.4")
+    assert environment.allocator() == "libtcmalloc.so.4, MALLOC_ARENA_MAX=1"
+
+
 def test_rounds_are_interleaved_and_slow_contenders_sit_out():
     calls = []
     contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
@@ -201,7 +252,7 @@ def test_peak_memory_counts_what_is_held_at_once():
             del block
         return torch.zeros(2**18)
 
-    assert 4 * 2**20 <= measure.peak_memory(call, "cpu") < 1.1 * 4 * 2**20
+    assert 4 * 2**20 <= runners.peak_memory(call, "cpu") < 1.1 * 4 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -297,3 +348,11 @@ def test_list_names_every_workload_and_contender(capsys):
     words = capsys.readouterr().out.replace(":", " ").split()
     for workload in WORKLOADS.values():
         assert workload.name in words and set(workload.contenders) <= set(words)
+
+
+def test_collators_are_timed(capsys):
+    cli.main(["collators", "--batch_size", "2", "--lengths", "32"])
+    printed = capsys.readouterr().out
+    assert "2 rows of 32 tokens" in printed
+    rows = dict(re.findall(r"^(\S.*?)  +[\d.]+ +([\d,]+)$", printed, re.MULTILINE))
+    assert list(rows) == ["ours: MLM + SOP", "Transformers: MLM", "Transformers: MLM, NumPy"]

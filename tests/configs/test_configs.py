@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
+import importlib
 import json
+import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
+import run_glue
+import run_imdb
+import run_pretraining
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from transformers import AutoConfig, AutoModelForPreTraining
+from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer, BertConfig
 
 import nystrom_models
+from nystrom_models import NystromformerConfig
+from nystrom_models.data import train_tokenizer
 from nystrom_models.models.modeling_base import BasePreTrainedModel
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments
@@ -19,7 +25,6 @@ from nystrom_models.training.optimization import OptimizationArguments
 from nystrom_models.training.pretraining import PretrainingArguments
 
 FOLDER = Path(nystrom_models.__file__).parents[2] / "configs"
-sys.path.insert(0, str(FOLDER.parent / "examples"))
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.glob("*former/*.json"))
 
 
@@ -59,9 +64,6 @@ def test_sharing_modes_have_the_number_of_projections_of_the_paper():
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "recipes").iterdir()), ids=lambda path: path.stem)
 def test_recipe_is_taken_by_its_script(path, monkeypatch, tmp_path):
-    import run_glue
-    import run_imdb
-
     monkeypatch.chdir(tmp_path)  # paths of a recipe are beside it, wherever it is used from
     script = path.read_text().split(maxsplit=2)[1].rstrip(",:")
     flags = ["--recipe", os.path.relpath(path), "--output_dir", "x", "--tokenizer_name", "x"]
@@ -90,29 +92,60 @@ def test_the_grid_of_mrpc_is_the_papers():
     assert grid == {"per_device_train_batch_size": [8, 16, 32], "learning_rate": [2e-5, 3e-5, 4e-5, 5e-5]}
 
 
-def test_recipes_run_from_anywhere(tmp_path, monkeypatch):
-    """The smallest ones, for a step or two, as they are written but for that."""
-    import run_glue
-    import run_pretraining
-    import train_tokenizer
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A corpus, rows to fine-tune on, a tokenizer, a small model and a small BERT."""
+    folder = tmp_path_factory.mktemp("recipes")
+    texts = [f"Sentence {i} is here. Another one, too. A last one." for i in range(60)]
+    (folder / "corpus.txt").write_text("\n\n".join(texts))
+    rows = [
+        {"sentence": text, "text": text, "sentence1": text, "sentence2": "Another one.", "label": i % 2}
+        for i, text in enumerate(texts)
+    ]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    tokenizer = train_tokenizer(texts, 100, 64, show_progress=False)
+    small = {"vocab_size": len(tokenizer), **SMALL}
+    for name, config in (
+        ("model", NystromformerConfig(**small)),
+        ("bert", BertConfig(pad_token_id=tokenizer.pad_token_id, **small)),
+    ):
+        AutoModelForPreTraining.from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
 
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "recipes").iterdir()), ids=lambda path: path.stem)
+def test_recipe_runs(path, material, tmp_path, monkeypatch):
+    """From another folder, for a step, at a small size; but for that as it is written."""
     monkeypatch.chdir(tmp_path)
-    Path("corpus.txt").write_text(
-        "\n\n".join(f"Sentence {i} is here. Another one, too. A last one." for i in range(60))
+    script = importlib.import_module(
+        path.read_text().split(maxsplit=2)[1].rstrip(",:")[len("examples/") : -len(".py")]
     )
-    train_tokenizer.main("--train_file corpus.txt --output_dir tokenizer --vocab_size 100 --cache_dir cache".split())
-    recipes = os.path.relpath(FOLDER / "recipes")
-    files = "--tokenizer_name tokenizer --train_file corpus.txt --output_dir model --cache_dir cache".split()
-    run_pretraining.main(["--recipe", f"{recipes}/pretraining-tiny-256.args", *files, "--max_train_steps", "1"])
-    model = AutoModelForPreTraining.from_pretrained("model")
-    assert model.config.num_landmarks == 32 and model.config.hidden_size == 128
-
-    rows = [{"sentence1": f"Sentence {i}.", "sentence2": "Another one.", "label": i % 2} for i in range(40)]
-    Path("rows.json").write_text(json.dumps(rows))
-    files = "--train_file rows.json --validation_file rows.json --output_dir mrpc --cache_dir cache".split()
-    options = ["--recipe", f"{recipes}/finetuning-tiny-mrpc.args", "--model_name_or_path", "model", *files]
-    results = run_glue.main([*options, "--max_train_steps", "1", "--grid", "seed=0,1"])
-    assert results["best"]["seeds"] == [0, 1]
+    flags = ["--recipe", os.path.relpath(path), "--output_dir", "output", "--cache_dir", f"{material}/cache"]
+    flags += ["--max_train_steps", "1", "--per_device_train_batch_size", "4", "--max_length", "24"]
+    if script is run_pretraining:
+        size = ",".join(f"{name}={value}" for name, value in SMALL.items())
+        flags += ["--train_file", f"{material}/corpus.txt", "--tokenizer_name", f"{material}/model"]
+        if "bert" in path.stem:
+            vocabulary = len(AutoTokenizer.from_pretrained(material / "bert"))
+            size += f",vocab_size={vocabulary},hidden_act=gelu,layer_norm_eps=1e-12"
+            flags += ["--model_name_or_path", f"{material}/bert"]
+        results = script.main([*flags, "--config_overrides", size])
+        assert results["train"]["steps"] == 1 and math.isfinite(results["validation"]["mlm_loss"])
+        config = AutoConfig.from_pretrained("output")
+        family = "linformer" if "linformer" in path.stem else "nystromformer"
+        assert config.model_type == family and config.hidden_size == 32
+    else:
+        flags += ["--model_name_or_path", f"{material}/model", "--train_file", f"{material}/rows.json"]
+        flags += ["--validation_file", f"{material}/rows.json"]
+        flags += ["--task_name", "sst2"] * (path.stem == "finetuning-glue")
+        flags += ["--grid", "seed=0,1"] * ("grid" in path.stem or "tiny" in path.stem)
+        results = script.main(flags)
+        scores = results["best"]["validation"] if "best" in results else results["validation"]
+        assert "accuracy" in scores
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "accelerate").iterdir()), ids=lambda path: path.stem)

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 import run_glue
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    pipeline,
+)
 
 from nystrom_models import NystromformerForSequenceClassification
 from nystrom_models.data.glue import GLUE_TASKS
@@ -413,3 +420,56 @@ def test_the_best_model_is_left_and_training_ends_early(checkpoint, pairs, write
     assert scored["validation"]["loss"] == pytest.approx(held_out[best], rel=1e-4)
     card = (tmp_path / "output" / "README.md").read_text()
     assert "language: en" in card and "license: apache-2.0" in card
+
+
+@pytest.fixture
+def remote_model(checkpoint, tmp_path):
+    """A model whose code lies beside its weights."""
+    folder = tmp_path / "remote"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    (folder / "toy_code.py").write_text(
+        "from transformers import BertConfig, BertForSequenceClassification\n\n\n"
+        'class ToyConfig(BertConfig):\n    model_type = "toy"\n\n\n'
+        "class ToyForSequenceClassification(BertForSequenceClassification):\n    config_class = ToyConfig\n"
+    )
+    written = json.loads((folder / "config.json").read_text())
+    written["model_type"], classes = "toy", ("Config", "ForSequenceClassification")
+    written["auto_map"] = {
+        f"Auto{'Model' if name != 'Config' else ''}{name}": f"toy_code.Toy{name}" for name in classes
+    }
+    (folder / "config.json").write_text(json.dumps(written))
+    return str(folder)
+
+
+def test_a_model_with_code_of_its_own(remote_model, pairs, write_rows, tmp_path):
+    """It is run if that is allowed; such a model gets no card of ours."""
+    files = ["--train_file", write_rows(pairs(32)), "--validation_file", write_rows(pairs(16))]
+    options = ["--task_name", "mrpc", *files, "--max_train_steps", "2"]
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        run(remote_model, tmp_path, *options)
+    results, written = run(remote_model, tmp_path, *options, "--trust_remote_code")
+    assert results["train"]["steps"] == 2 and written["results"] == results
+    assert (tmp_path / "output" / "toy_code.py").is_file() and not (tmp_path / "output" / "README.md").exists()
+    scored, _ = run(f"{tmp_path}/output", tmp_path / "again", *options, "--trust_remote_code", "--no_do_train")
+    assert scored["validation"]["loss"] == pytest.approx(results["validation"]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_prepared_data_are_used_again_unless_told_otherwise(
+    overwrite, checkpoint, pairs, write_rows, tmp_path, monkeypatch
+):
+    used, prepare = [], Dataset.map
+
+    def spy(dataset, *arguments, **options):
+        used.append(options.get("load_from_cache_file"))
+        return prepare(dataset, *arguments, **options)
+
+    monkeypatch.setattr(Dataset, "map", spy)
+    files = ["--train_file", write_rows(pairs(32)), "--validation_file", write_rows(pairs(16))]
+    options = ["--task_name", "mrpc", *files, "--max_train_steps", "1", *["--overwrite_cache"] * overwrite]
+    run(checkpoint, tmp_path, *options)
+    assert used == [not overwrite] * 2

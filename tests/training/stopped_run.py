@@ -20,6 +20,7 @@ from nystrom_models.training import (
     save_pretrained,
     train,
 )
+from nystrom_models.training.loop import TrainingLoop
 from tests.training.models import tiny_model
 
 STEPS, EVERY = 14, 4
@@ -33,6 +34,7 @@ class Run:
     data: str = "rows"  # rows, tokens, or a stream of so many files: stream1, stream2, ...
     num_processes: int = 1
     num_workers: int = 0
+    dropout: float = 0.1
 
 
 class StoppingObjective(PretrainingObjective):
@@ -65,6 +67,16 @@ def objective_that(stop, rank, data):
         checkpoints._sync = stopping_sync
     if stop in ("term", "int", "usr1"):
         return StoppingObjective({"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}[stop], 7)
+    if stop == "term-late":
+        # After the processes have agreed on what to do, and before they do it.
+        log = TrainingLoop.log
+
+        def signalled_log(loop):
+            log(loop)
+            if loop.state.step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        TrainingLoop.log = signalled_log
     if stop == "term-other" and rank == 1:
         return StoppingObjective(signal.SIGTERM, 7)
     return PretrainingObjective()
@@ -92,7 +104,9 @@ def main(run, data, folder, stop="", resume=None):
     """Trains, and leaves the history and the final model in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(data)
     accelerator = create_accelerator()
-    model = tiny_model(run.family, tokenizer, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    model = tiny_model(
+        run.family, tokenizer, hidden_dropout_prob=run.dropout, attention_probs_dropout_prob=run.dropout
+    )
     state = train(
         accelerator,
         model,

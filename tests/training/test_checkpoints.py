@@ -80,6 +80,7 @@ CASES = [
     (Run(num_workers=2), "int", 7),
     (Run(data="tokens"), "kill-in-a-step", 8),
     (Run(num_processes=2), "kill-in-a-step", 8),
+    (Run(num_processes=2), "term-late", 6),
     (Run(data="stream1"), "kill-in-a-step", 8),
     (Run(data="stream5", num_workers=1), "term", 7),
     (Run(data="stream1", num_processes=2), "term-other", 7),
@@ -115,6 +116,25 @@ def test_a_signal_may_ask_to_save_and_go_on(data, unstopped, tmp_path):
     assert codes == [0], log[-3000:]
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in (4, 7, 8, 12)]
     assert_equal_outcomes(tmp_path, unstopped(Run("nystromformer")))
+
+
+@pytest.mark.parametrize(
+    ("data_kind", "before", "after"), [("rows", 2, 1), ("rows", 1, 2), ("tokens", 2, 1), ("stream2", 2, 1)]
+)
+def test_a_run_goes_on_on_another_number_of_processes(data_kind, before, after, data, unstopped, tmp_path):
+    """As the same run, with the same rows in each step: only roundings differ, and dropout, of which there is none."""
+    first, then = (Run(data=data_kind, num_processes=number, dropout=0.0) for number in (before, after))
+    codes, _ = start(first, data, tmp_path, "kill-while-saving")
+    assert codes[0] == -signal.SIGKILL
+    codes, log = start(then, data, tmp_path, resume="latest")
+    assert codes == [0] * after, log[-3000:]
+    assert f"Going on from {tmp_path / 'checkpoint-4'}" in log
+    (result, weights), (expected, expected_weights) = outcome(tmp_path), unstopped(first)
+    assert len(result["history"]) == len(expected["history"])
+    for row, other in zip(result["history"], expected["history"], strict=True):
+        assert row == pytest.approx(other, rel=1e-4)
+    for name, weight in expected_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.slow

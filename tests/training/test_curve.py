@@ -2,7 +2,7 @@
 import json
 import math
 
-import matplotlib.image
+import matplotlib.figure
 import pytest
 
 from nystrom_models.training.curve import plot_history, read_history
@@ -14,13 +14,43 @@ HISTORY = [
 ]
 
 
-@pytest.mark.parametrize("names", [("a",), ("a", "b", "c")])
-def test_a_panel_for_every_measure(names, tmp_path):
-    """Two panels side by side are twice as wide as one."""
-    plot_history(dict.fromkeys(names, HISTORY), tmp_path / "two.png")
-    plot_history({name: [{"step": 1, "loss": 2.0}] for name in names}, tmp_path / "one.png")
-    sizes = [matplotlib.image.imread(tmp_path / name).shape for name in ("one.png", "two.png")]
-    assert sizes[1][1] == 2 * sizes[0][1] and sizes[0][0] == sizes[1][0]
+@pytest.fixture
+def drawn(monkeypatch):
+    """The panels of the last figure that was saved, by the label of their y axis."""
+    panels = {}
+    save = matplotlib.figure.Figure.savefig
+
+    def keep(figure, path, **options):
+        panels.clear()
+        panels.update({axes.get_ylabel(): axes for axes in figure.axes})
+        save(figure, path, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return panels
+
+
+def lines(axes):
+    """Steps and values of the lines of a panel, by the name in its legend; some have none."""
+    return [(line.get_label(), line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines]
+
+
+def test_a_panel_for_every_measure(drawn, tmp_path):
+    """Figures that are missing or NaN are left out, and what is no measure of the model has no panel."""
+    plot_history({"a": HISTORY}, tmp_path / "curve.png")
+    assert list(drawn) == ["MLM loss", "SOP loss"]
+    assert lines(drawn["MLM loss"]) == [("a", [1, 2], [5.0, 4.0]), ("held out", [2], [4.5])]
+    assert [line[1:] for line in lines(drawn["SOP loss"])] == [([], []), ([2], [0.7])]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_runs_share_the_panels(drawn, tmp_path):
+    runs = {"a": HISTORY, "b": [{"step": 3, "loss": 2.0, "mlm_loss": 1.0}]}
+    plot_history(runs, tmp_path / "curves.svg")
+    assert list(drawn) == ["loss", "MLM loss", "SOP loss"]
+    assert lines(drawn["MLM loss"])[1:] == [("a, held out", [2], [4.5]), ("b", [3], [1.0])]
+    assert len({line.get_color() for line in drawn["MLM loss"].lines}) == 2
+    [legend] = [axes.get_legend() for axes in drawn.values() if axes.get_legend() is not None]
+    assert [text.get_text() for text in legend.get_texts()] == ["b"]  # in the first panel, of what it shows
 
 
 def test_nothing_to_draw(tmp_path):

@@ -3,11 +3,14 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import nystrom_models
 from nystrom_models.training import create_accelerator
 from nystrom_models.training.launch import launched_processes
 from tests.training import processes
@@ -82,6 +85,27 @@ def test_processes_that_do_not_find_each_other_are_an_error(tmp_path):
     codes, log = processes.run(as_srun, str(tmp_path), folder=tmp_path, num_processes=2)
     assert any(codes) and "2 processes were launched (SLURM_STEP_NUM_TASKS)" in log
     assert "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT" in log
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+@pytest.mark.parametrize("number", [1, 2])
+def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, tmp_path):
+    """On CPUs, and without MPI, it starts one process, whatever --num_processes says."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from nystrom_models.training import create_accelerator\n"
+        "print('processes:', create_accelerator().num_processes)\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
+    command += ["--num_processes", str(number), "--mixed_precision", "no", str(script)]
+    source = str(Path(nystrom_models.__file__).parents[1])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER", "ACCELERATE"))}
+    environment |= {"PYTHONPATH": os.pathsep.join([source, environment.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    if number == 1:
+        assert done.returncode == 0 and "processes: 1" in done.stdout, done.stderr[-2000:]
+    else:
+        assert done.returncode != 0 and "torchrun --nproc_per_node" in done.stderr
 
 
 def test_a_process_that_is_alone_already(monkeypatch):

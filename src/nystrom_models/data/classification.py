@@ -21,7 +21,7 @@ class TextTask:
     label_column: str = "label"
     label_names: tuple[str, ...] | None = None  # in the order of their ids; None: those of the training set
     regression: bool = False  # the label is a number
-    multi_label: bool = False  # the label is a list of classes, or a text in which `label_delimiter` parts them
+    multi_label: bool = False  # the label is a list of classes, or a text of them with `label_delimiter` between
     label_delimiter: str = ","
     metric: str = "classification"  # configuration of the metric module
     best_metric: str = "accuracy"  # what says which of several models is better
@@ -71,8 +71,10 @@ def _unique_labels(dataset: Dataset, column: str, delimiter: str | None) -> Iter
 
 
 def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = None) -> dict[Hashable, int]:
-    """Class ids by label: in the order of the column's `ClassLabel`, else sorted. With a `delimiter`, of rows with
-    several labels each, in a list or in a text that it parts."""
+    """Class ids by label: in the order of the column's `ClassLabel`, else sorted.
+
+    With a `delimiter`, rows have several labels each: a list, or a text that is split at it.
+    """
     feature = _label_feature(dataset, label_column)
     if isinstance(feature, ClassLabel):
         labels = feature.names
@@ -121,7 +123,7 @@ def classification_dataset(
         label_names: the classes in the order of their ids, or ids by label; the labels are ids if not given.
         regression: the label is a number.
         truncation_strategy: what is kept of a text that is too long: its `"head"`, its `"tail"`, or half of each.
-        label_delimiter: a row has several labels: a list, or a text that this parts. Needs `label_names`.
+        label_delimiter: a row has several labels: a list, or a text that is split at this. Needs `label_names`.
         num_proc: processes of `datasets.Dataset.map`.
         load_from_cache_file: whether its cached result is used.
         desc: text beside the progress bar.
@@ -136,48 +138,15 @@ def classification_dataset(
             a pair is to be truncated other than at its end.
     """
     text_columns = [text_column] if isinstance(text_column, str) else list(text_column)
-    if not 1 <= len(text_columns) <= 2:
-        raise ValueError(f"One or two text columns are needed, but they are {text_columns}.")
-    if truncation_strategy != "head" and len(text_columns) > 1:
-        raise ValueError(f"Pairs of texts need --truncation_strategy head, but it is {truncation_strategy}.")
-    if max_length <= tokenizer.num_special_tokens_to_add(pair=len(text_columns) > 1):
-        raise ValueError(f"--max_length must leave room for text beside special tokens, but is {max_length}.")
-    for column in text_columns:
-        require_column(dataset, column, where)
-        if (dtype := dataset.features[column].dtype) not in ("string", "large_string"):
-            raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
     ids = label_names if isinstance(label_names, Mapping) or label_names is None else None
     if label_names is not None and ids is None:
         ids = {name: i for i, name in enumerate(label_names)}
+    _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, where)
     if label_column is not None:
-        require_column(dataset, label_column, where)
-        if regression:
-            if not str(dataset.features[label_column].dtype).startswith(("int", "uint", "float", "double")):
-                raise ValueError(
-                    f"The column {label_column!r} of {where} must hold numbers for regression, but holds "
-                    f"{dataset.features[label_column].dtype}."
-                )
-        elif ids is not None:
-            unknown = set(_unique_labels(dataset, label_column, label_delimiter)) - ids.keys()
-            if unknown:
-                raise ValueError(
-                    f"The column {label_column!r} of {where} holds {sorted(unknown, key=str)}, which is none of "
-                    f"the labels {list(ids)}."
-                )
+        _check_labels(dataset, label_column, ids, regression, label_delimiter, where)
 
-    def tokenize(batch, indices):
-        rows = dict(
-            tokenizer(
-                *(batch[column] for column in text_columns),
-                truncation=truncation_strategy == "head",
-                max_length=max_length if truncation_strategy == "head" else None,
-                return_special_tokens_mask=truncation_strategy != "head",
-                verbose=False,
-            )
-        )
-        if truncation_strategy != "head":
-            _truncate(rows, max_length, truncation_strategy)
-            del rows["special_tokens_mask"]
+    def build_rows(batch, indices):
+        rows = _tokenized([batch[column] for column in text_columns], tokenizer, max_length, truncation_strategy)
         if label_column is not None:
             labels = batch[label_column]
             if regression:
@@ -196,7 +165,7 @@ def classification_dataset(
         return rows
 
     return dataset.map(
-        tokenize,
+        build_rows,
         batched=True,
         with_indices=True,
         remove_columns=dataset.column_names,
@@ -204,6 +173,75 @@ def classification_dataset(
         load_from_cache_file=load_from_cache_file,
         desc=desc,
     )
+
+
+def _check_texts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    text_columns: Sequence[str],
+    truncation_strategy: TruncationStrategy,
+    where: str,
+) -> None:
+    """Raises the errors of [`classification_dataset`] about texts and their length."""
+    if not 1 <= len(text_columns) <= 2:
+        raise ValueError(f"One or two text columns are needed, but they are {text_columns}.")
+    if truncation_strategy != "head" and len(text_columns) > 1:
+        raise ValueError(f"Pairs of texts need --truncation_strategy head, but it is {truncation_strategy}.")
+    if max_length <= tokenizer.num_special_tokens_to_add(pair=len(text_columns) > 1):
+        raise ValueError(f"--max_length must leave room for text beside special tokens, but is {max_length}.")
+    for column in text_columns:
+        require_column(dataset, column, where)
+        if (dtype := dataset.features[column].dtype) not in ("string", "large_string"):
+            raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
+
+
+def _check_labels(
+    dataset: Dataset,
+    label_column: str,
+    ids: Mapping[Hashable, int] | None,
+    regression: bool,
+    label_delimiter: str | None,
+    where: str,
+) -> None:
+    """Raises the errors of [`classification_dataset`] about labels."""
+    require_column(dataset, label_column, where)
+    if regression:
+        dtype = str(dataset.features[label_column].dtype)
+        if not dtype.startswith(("int", "uint", "float", "double")):
+            raise ValueError(
+                f"The column {label_column!r} of {where} must hold numbers for regression, but holds {dtype}."
+            )
+    elif ids is not None:
+        unknown = set(_unique_labels(dataset, label_column, label_delimiter)) - ids.keys()
+        if unknown:
+            raise ValueError(
+                f"The column {label_column!r} of {where} holds {sorted(unknown, key=str)}, which is none of the "
+                f"labels {list(ids)}."
+            )
+
+
+def _tokenized(
+    texts: Sequence[Sequence[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    truncation_strategy: TruncationStrategy,
+) -> dict[str, list]:
+    """The tokenizer's columns of one or two columns of texts, truncated."""
+    by_tokenizer = truncation_strategy == "head"
+    rows = dict(
+        tokenizer(
+            *texts,
+            truncation=by_tokenizer,
+            max_length=max_length if by_tokenizer else None,
+            return_special_tokens_mask=not by_tokenizer,
+            verbose=False,
+        )
+    )
+    if not by_tokenizer:
+        _truncate(rows, max_length, truncation_strategy)
+        del rows["special_tokens_mask"]
+    return rows
 
 
 @dataclass

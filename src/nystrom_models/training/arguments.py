@@ -23,20 +23,24 @@ class DataArguments:
     dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
     validation_split: str | None = field(
-        default=None, metadata={"help": "Split of --dataset_name to evaluate on; validation if not given."}
+        default=None, metadata={"help": "Split of --dataset_name to evaluate on; by default 'validation'."}
     )
     train_file: list[str] | None = field(
         default=None,
         metadata={"help": "Files to train on: .txt, .json, .jsonl, .csv, .tsv or .parquet, each also .gz."},
     )
     validation_file: list[str] | None = field(default=None, metadata={"help": "Files to evaluate on."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random sample of so many rows."})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Train on a random sample of this many rows."}
+    )
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on a random sample of so many rows of each validation set."}
+        default=None, metadata={"help": "Evaluate on a random sample of this many rows of each validation set."}
     )
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Prepare data anew, though they are kept."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder in which prepared data are cached."})
+    overwrite_cache: bool = field(
+        default=False, metadata={"help": "Prepare the data again instead of reading them from the cache."}
+    )
 
     def __post_init__(self):
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
@@ -62,67 +66,78 @@ class RunArguments(CheckpointArguments):
     """How a training run goes, and what it leaves."""
 
     output_dir: str = field(metadata={"help": "Everything is written here."})
-    seed: int = field(default=0, metadata={"help": "Of initial weights, dropout, masks, samples and order."})
-    logging_steps: int = field(default=10, metadata={"help": "Figures shown and logged are means over so many steps."})
+    seed: int = field(default=0, metadata={"help": "Seed of initial weights, dropout, masks, samples and order."})
+    logging_steps: int = field(default=10, metadata={"help": "Log means over this many steps."})
     do_train: bool = field(
-        default=True, metadata={"help": "Train; --no_do_train evaluates and predicts with the model as it is."}
+        default=True, metadata={"help": "Train the model; --no_do_train only evaluates it and predicts with it."}
     )
     eval_strategy: Literal["no", "steps", "epoch"] = field(
-        default="epoch", metadata={"help": "When to evaluate besides the end: every --eval_steps, or every epoch."}
+        default="epoch",
+        metadata={"help": "When to evaluate before the end: never, every --eval_steps, or every epoch."},
     )
-    eval_steps: int | None = field(default=None, metadata={"help": "With --eval_strategy steps."})
+    eval_steps: int | None = field(
+        default=None, metadata={"help": "With --eval_strategy steps: number of steps between evaluations."}
+    )
     load_best_model_at_end: bool = field(
-        default=False, metadata={"help": "Leave the model of the best evaluation, and not the last one."}
+        default=False, metadata={"help": "Leave the model with the best evaluation instead of the last one."}
     )
     metric_for_best_model: str | None = field(
-        default=None, metadata={"help": "What is best by; the task's own metric if not given."}
+        default=None, metadata={"help": "Metric by which models are compared; by default the task's own."}
     )
     greater_is_better: bool | None = field(
-        default=None, metadata={"help": "Whether more of that metric is better, where that is not known."}
+        default=None,
+        metadata={
+            "help": "Whether a larger --metric_for_best_model is better; known for all metrics of this package."
+        },
     )
     early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "End after so many evaluations that were no better than the best before."}
+        default=None, metadata={"help": "Stop after this many evaluations in a row without an improvement."}
     )
-    early_stopping_threshold: float = field(default=0.0, metadata={"help": "By how much they must be better."})
+    early_stopping_threshold: float = field(
+        default=0.0, metadata={"help": "Smallest change that counts as an improvement."}
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = field(
-        default=None, metadata={"help": "Arithmetic in half precision; if not given, what `accelerate` is set to."}
+        default=None, metadata={"help": "Half precision; by default as `accelerate config` has set it."}
     )
     gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Compute layers again in the backward pass, which saves memory."}
+        default=False, metadata={"help": "Save memory by computing the layers again in the backward pass."}
     )
     torch_compile: bool = field(default=False, metadata={"help": "Compile the model."})
-    torch_compile_backend: str = field(default="inductor", metadata={"help": "With --torch_compile."})
+    torch_compile_backend: str = field(default="inductor", metadata={"help": "With --torch_compile: the backend."})
     dataloader_num_workers: int | None = field(
-        default=None, metadata={"help": "Processes that make batches; if not given, 2 with a GPU and 0 without."}
+        default=None, metadata={"help": "Processes that make batches; by default 2 with a GPU and 0 without."}
     )
     dataloader_pin_memory: bool = field(
-        default=True, metadata={"help": "Copy batches to a GPU from page-locked memory, while it computes."}
+        default=True, metadata={"help": "Copy batches to the GPU from pinned memory, while it computes."}
     )
     with_tracking: bool = field(default=False, metadata={"help": "Log to the trackers of --report_to."})
     report_to: list[str] = field(
         default_factory=lambda: ["tensorboard"],
         metadata={"help": "Trackers that Accelerate knows: tensorboard, wandb, mlflow, ...; or all installed ones."},
     )
-    project_name: str = field(default="nystrom_models", metadata={"help": "What trackers call the project."})
+    project_name: str = field(default="nystrom_models", metadata={"help": "Name of the project in trackers."})
     run_name: str | None = field(
-        default=None, metadata={"help": "What trackers call the run; the name of --output_dir if not given."}
+        default=None, metadata={"help": "Name of the run in trackers; by default the name of --output_dir."}
     )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run the code that comes with a model of the Hub."}
+        default=False, metadata={"help": "Allow code that comes with a model on the Hub to run."}
     )
-    push_to_hub: bool = field(default=False, metadata={"help": "Upload what the run leaves to --hub_model_id."})
+    push_to_hub: bool = field(
+        default=False, metadata={"help": "Upload the finished model, its card and its results to --hub_model_id."}
+    )
     hub_model_id: str | None = field(
-        default=None, metadata={"help": "Repository to upload to; the name of --output_dir if not given."}
+        default=None, metadata={"help": "Repository to upload to; by default the name of --output_dir."}
     )
     hub_strategy: Literal["end", "every_save"] = field(
-        default="end", metadata={"help": "Upload at the end alone, or the model of every checkpoint, too."}
+        default="end", metadata={"help": "When to upload: at the end only, or also the model of every checkpoint."}
     )
     hub_token: str | None = field(
-        default=None, metadata={"help": "Token to upload with, if not HF_TOKEN or the saved one."}
+        default=None, metadata={"help": "Token for the upload; by default HF_TOKEN or the saved one."}
     )
-    hub_private_repo: bool = field(default=False, metadata={"help": "A new repository is private."})
+    hub_private_repo: bool = field(default=False, metadata={"help": "Create the repository as a private one."})
     language: str | None = field(
-        default=None, metadata={"help": "Language of the texts, as ISO 639-1 code, for the model card."}
+        default=None,
+        metadata={"help": "Language of the texts (ISO 639-1), for splitting sentences and for the model card."},
     )
     license: str | None = field(default=None, metadata={"help": "For the model card, such as apache-2.0."})
 

@@ -31,16 +31,18 @@ class CheckpointArguments:
 
     output_dir: str = field(default="outputs", metadata={"help": "Everything is written here."})
     checkpointing_steps: int | None = field(
-        default=None, metadata={"help": "Save a checkpoint every so many optimizer steps; none if not given."}
+        default=None, metadata={"help": "Save a checkpoint every this many optimizer steps; by default none."}
     )
     checkpoints_total_limit: int | None = field(
-        default=None, metadata={"help": "Keep only the newest so many checkpoints; all if not given."}
+        default=None, metadata={"help": "Keep only this many checkpoints, the newest ones; by default all."}
     )
     resume_from_checkpoint: str | None = field(
-        default=None, metadata={"help": "A checkpoint folder to go on from, or 'latest' for the newest whole one."}
+        default=None,
+        metadata={"help": "Checkpoint to resume from: a folder, or 'latest' for the newest complete one."},
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Remove the checkpoints of an earlier run from --output_dir, and begin anew."}
+        default=False,
+        metadata={"help": "Remove the checkpoints of an earlier run from --output_dir and start from the beginning."},
     )
 
     def __post_init__(self):

@@ -54,35 +54,36 @@ class FinetuningArguments(RunArguments, DataArguments):
 
     model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the pretrained model."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
-    test_file: list[str] | None = field(default=None, metadata={"help": "Files to write predictions for."})
+    test_file: list[str] | None = field(default=None, metadata={"help": "Files whose rows are predicted."})
     max_predict_samples: int | None = field(
-        default=None, metadata={"help": "Write predictions for the first so many rows of each test set."}
+        default=None, metadata={"help": "Predict only this many rows of each test set, the first ones."}
     )
     text_column_names: list[str] | None = field(
         default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
     )
     label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
     label_delimiter: str = field(
-        default=",", metadata={"help": "With --multi_label, what parts the labels of a row that are one text."}
+        default=",", metadata={"help": "With --multi_label: separator of the labels, if they are given as one text."}
     )
     do_regression: bool = field(default=False, metadata={"help": "The label is a number, not a class."})
     multi_label: bool = field(
-        default=False, metadata={"help": "A row has any number of labels: a list, or a text of them."}
+        default=False, metadata={"help": "A row has any number of labels: a list, or a text with a separator."}
     )
     max_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a row, at most; those the model takes if not given."}
+        default=None, metadata={"help": "Largest number of tokens of a row; the model's maximum by default."}
     )
     truncation_strategy: TruncationStrategy = field(
-        default="head", metadata={"help": "What is kept of a longer text: its head, its tail, or half of each."}
+        default="head",
+        metadata={"help": "What is kept of a text that is too long: its head, its tail, or half of each."},
     )
     ignore_mismatched_sizes: bool = field(
-        default=False, metadata={"help": "Replace a classifier that the model has for other classes."}
+        default=False, metadata={"help": "Replace the model's classifier if it was trained for other classes."}
     )
     grid: list[str] | None = field(
         default=None, metadata={"help": "Run at each of several values: learning_rate=2e-5,3e-5 seed=0,1,2"}
     )
     keep_best_only: bool = field(
-        default=False, metadata={"help": "With --grid: keep the weights of the best point's best run alone."}
+        default=False, metadata={"help": "With --grid: keep only the weights of the best run of the best point."}
     )
 
     def __post_init__(self):
@@ -130,7 +131,7 @@ def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[s
     ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
     names = [str(label) for label in ids]
     if len(names) < 2 and not task.multi_label:
-        raise ValueError(f"The train set has one label alone, {names}: there is nothing to tell apart.")
+        raise ValueError(f"The train set has only one label, {names}: there is nothing to tell apart.")
     if not names:
         raise ValueError("The train set has no label at all.")
     return ids, names
@@ -194,7 +195,7 @@ def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, l
     Args:
         path: the file.
         task: says how classes are written. Predictions of STS-B are clipped to its scale, 0 to 5; several labels are
-            parted by the task's delimiter.
+            separated by the task's delimiter.
         logits: (rows, classes), or (rows, 1) for regression.
         label_names: the classes where the task does not name them.
     """
@@ -261,7 +262,7 @@ class _Finetuning:
         return ids, names
 
     def _own_head(self) -> tuple[dict[Any, int] | None, list[str]]:
-        """The same of a model that was trained before, whose classes may have another order than the task's."""
+        """The same for a finished model. Its classes may be in another order than the task's."""
         names = [self.config.id2label[i] for i in range(self.config.num_labels)]
         if self.task.regression:
             if len(names) != 1:
@@ -411,20 +412,20 @@ def finetune(
     """Fine-tunes a pretrained model, evaluates it, and writes predictions; with `--no_do_train`, as it is.
 
     In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
-    card, a prediction file for each test set, and the checkpoints asked for. A run that a signal ends leaves its
-    checkpoint alone, to go on from.
+    card, a prediction file for each test set, and the checkpoints asked for. A run that is ended by a signal
+    leaves only its checkpoint, from which it can be resumed.
 
     Args:
         args: model, lengths, seed and output.
         optimization: optimizer, schedule and length of the run.
         task: what the columns mean.
         splits: `train`, any number of sets to evaluate on that start with `validation`, and of sets to predict that
-            start with `test`, whose labels are read where they are known: then there are scores of it, too.
+            start with `test`. A test set with labels is scored, too.
         content: [`content_digests`], where they are known already.
 
     Returns:
         The loss and metrics of every validation set, and of every test set with labels, by its name, and the figures
-        of `train`, which stand alone after a signal.
+        of `train`; after a signal, only those of `train`.
 
     Raises:
         ValueError: if a split is missing, `--max_length` is more than the model takes, or the data do not fit the

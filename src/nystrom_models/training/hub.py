@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 # Models, tokenizer, code, card, results and plots lie at the top; checkpoints and logs in folders. Hidden files are
-# nobody's to publish.
+# never uploaded.
 IGNORED = ["*/*", ".*"]
 # What a checkpoint has besides a model.
 IGNORED_OF_CHECKPOINTS = [*IGNORED, "optimizer*", "scaler*", "random_states_*", "manifest.json", "progress.json"]

@@ -25,6 +25,13 @@ def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int
     return 1, ""
 
 
+def _dropped_processes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `accelerate launch` was told several processes and started one, as it does on CPUs without MPI: then it
+    names a place for processes to meet, but not how many there are."""
+    launched = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment
+    return launched and not any(name in environment for name in _SIZES)
+
+
 # How a launch asks for sharded training, and what Accelerate calls it where it does it.
 _SHARDING = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
 
@@ -36,9 +43,14 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
     let each of them train alone.
 
     Raises:
-        RuntimeError: if the processes that were launched do not find each other, or weights are to be sharded where
-            Accelerate shards none.
+        RuntimeError: if the processes that were launched do not find each other, if `accelerate launch` started fewer
+            than it was told, or if weights are to be sharded where Accelerate shards none.
     """
+    if _dropped_processes() and not PartialState._shared_state:
+        raise RuntimeError(
+            "`accelerate launch` was told several processes, but started only this one: on CPUs it starts several by "
+            "MPI (--mpirun_hostfile) alone. Please use torchrun --nproc_per_node N, or --num_processes 1."
+        )
     size, variable = launched_processes()
     sharding = [kind for name, kind in _SHARDING.items() if os.environ.get(name, "").lower() == "true"]
     if size > 1 and not sharding and not PartialState._shared_state and not torch.accelerator.is_available():
@@ -54,7 +66,7 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
     )
     if sharding and accelerator.distributed_type not in sharding:
         raise RuntimeError(
-            f"{sharding[0].value} was asked for, but Accelerate would train without it: it shards on GPUs alone, in "
+            f"{sharding[0].value} was asked for, but Accelerate would train without it: it shards only on GPUs, in "
             "processes that torchrun or `accelerate launch` started. Take another file of configs/accelerate/."
         )
     if size != accelerator.num_processes and (size > 1 or accelerator.num_processes > 1):

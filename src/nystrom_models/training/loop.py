@@ -61,7 +61,7 @@ class TrainingState:
     history: list[dict[str, float]] = field(default_factory=list)
     best: Best = field(default_factory=Best)
     interrupted: bool = False  # by a signal, before its last step
-    stopped_early: bool = False  # for want of better evaluations
+    stopped_early: bool = False  # because evaluations no longer improved
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,7 +82,7 @@ def steps_per_epoch(loader: TrainingLoader, num_processes: int = 1) -> int:
     """Optimizer steps, rounded up, of one pass over the data.
 
     Raises:
-        ValueError: if it is a stream, whose length nobody knows.
+        ValueError: if it is a stream, whose length is unknown.
     """
     return max(1, math.ceil(loader.steps_per_epoch(num_processes)))
 
@@ -130,7 +130,7 @@ class TrainingLoop:
         if accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"The accelerator accumulates over {accelerator.gradient_accumulation_steps} micro-batches, which is "
-                "for --gradient_accumulation_steps alone to say: make it with create_accelerator()."
+                "set by --gradient_accumulation_steps: make the accelerator with create_accelerator()."
             )
         self.accelerator, self.objective, self.loader, self.args = accelerator, objective, loader, args
         self.seed, self.logging_steps, self.checkpoints = seed, logging_steps, checkpoints
@@ -155,6 +155,7 @@ class TrainingLoop:
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         self.position: Mapping[str, Any] | None = None  # of the next step in the data
         self.signals = Signals(enabled=checkpoints is not None)  # without, there is nothing to save
+        self.stop = self.save_now = False  # what all processes have agreed to do after the step under way
         self.bar = tqdm(total=self.total_steps, desc=desc, unit=" steps", disable=not accelerator.is_main_process)
 
     def run(self) -> TrainingState:
@@ -266,10 +267,10 @@ class TrainingLoop:
     def _update_weights(self, loss: Tensor, norm: Any, where: str) -> None:
         """Takes the optimizer's step if loss and gradient are finite, and the schedule's in any case."""
         accelerator, signals = self.accelerator, self.signals
-        flags = [torch.full_like(loss, flag) for flag in (signals.stop, signals.save)]
+        flags = [torch.full_like(loss, flag) for flag in (signals.stop, signals.take_save())]
         total_loss, stop, save = accelerator.reduce(torch.stack([loss, *flags]), "sum").tolist()
-        # All processes act after the same step, whichever got the signal.
-        signals.stop, signals.save = stop > 0, save > 0
+        # All processes act after the same step, whichever got the signal; what comes later is for the next step.
+        self.stop, self.save_now = stop > 0, save > 0
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(total_loss):
             self._skip_step("loss", where)
@@ -317,7 +318,7 @@ class TrainingLoop:
         self.state.num_tokens = int(self.accelerator.reduce(self.num_tokens, "sum"))
 
     def evaluate(self) -> None:
-        """Evaluates where it is due, but for the end, which is for the caller, once the model is saved."""
+        """Evaluates where it is due, except after the last step: then the caller does, once the model is saved."""
         state, evaluation = self.state, self.evaluation
         if evaluation is None or not self.eval_every or state.step % self.eval_every or state.step == self.total_steps:
             return
@@ -342,11 +343,11 @@ class TrainingLoop:
 
     def save(self) -> None:
         """Saves a checkpoint where it is due, or a signal asked for it."""
-        signals, checkpoints, state = self.signals, self.checkpoints, self.state
+        checkpoints, state = self.checkpoints, self.state
         if checkpoints is None:
             return
         every = checkpoints.checkpointing_steps
-        if signals.stop or signals.save or (every is not None and state.step % every == 0):
+        if self.stop or self.save_now or (every is not None and state.step % every == 0):
             self._measure()
             progress = {
                 "settings": self.settings,
@@ -361,8 +362,7 @@ class TrainingLoop:
             path = save_checkpoint(self.accelerator, checkpoints, state.step, progress, self._save_model)
             if self.on_save is not None:
                 self.on_save(path)
-        state.interrupted = signals.stop and state.step < self.total_steps and not state.stopped_early
-        signals.save = False
+        state.interrupted = self.stop and state.step < self.total_steps and not state.stopped_early
 
     def _save_model(self, folder: Path) -> None:
         if self.save_model is not None:

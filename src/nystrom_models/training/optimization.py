@@ -24,39 +24,39 @@ class OptimizationArguments:
     tokens_per_step: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens of one optimizer step over all devices, in place of a number of rows: it then takes as "
-            "many micro-batches of up to --per_device_train_batch_size rows as that needs."
+            "help": "Tokens of one optimizer step over all devices, instead of a number of rows. The step takes as "
+            "many micro-batches of up to --per_device_train_batch_size rows as it needs."
         },
     )
     group_by_length: bool = field(
         default=False,
-        metadata={"help": "With --tokens_per_step: rows of a step have about the same length, which saves padding."},
+        metadata={"help": "With --tokens_per_step: steps consist of rows of similar length, which saves padding."},
     )
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
-    weight_decay: float = field(default=0.01, metadata={"help": "Of AdamW; none on biases and layer norms."})
+    weight_decay: float = field(
+        default=0.01, metadata={"help": "Weight decay of AdamW; biases and layer norms get none."}
+    )
     adam_beta1: float = field(default=0.9, metadata={"help": "First-moment decay of AdamW."})
     adam_beta2: float = field(default=0.999, metadata={"help": "Second-moment decay of AdamW."})
     adam_epsilon: float = field(default=1e-6, metadata={"help": "Epsilon of AdamW."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
     max_skipped_steps: int = field(
         default=0,
-        metadata={
-            "help": "Leave out so many steps whose loss or gradient is not finite, before the run ends in error."
-        },
+        metadata={"help": "Skip up to this many steps whose loss or gradient is not finite; one more is an error."},
     )
     num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data."})
     max_train_steps: int | None = field(
-        default=None, metadata={"help": "Optimizer steps; takes the place of --num_train_epochs."}
+        default=None, metadata={"help": "Number of optimizer steps; overrides --num_train_epochs."}
     )
     lr_scheduler_type: str = field(
-        default="linear", metadata={"help": f"What the learning rate does after the warm-up: {', '.join(SCHEDULES)}."}
+        default="linear", metadata={"help": f"Learning-rate schedule: {', '.join(SCHEDULES)}."}
     )
     lr_scheduler_kwargs: str | None = field(
         default=None, metadata={"help": 'Arguments of the schedule as JSON, such as {"num_decay_steps": 1000}.'}
     )
-    warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps with rising learning rate."})
+    warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps that are warm-up."})
     num_warmup_steps: int | None = field(
-        default=None, metadata={"help": "Steps with rising learning rate; takes the place of --warmup_ratio."}
+        default=None, metadata={"help": "Number of warm-up steps; overrides --warmup_ratio."}
     )
 
     def __post_init__(self):
@@ -103,7 +103,7 @@ class OptimizationArguments:
 
 
 def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.optim.AdamW:
-    """AdamW with decay on matrices alone: biases, layer norms and other vectors get none."""
+    """AdamW with weight decay on matrices only: biases, layer norms and other vectors get none."""
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     for parameter in model.parameters():

@@ -46,36 +46,44 @@ class PretrainingArguments(RunArguments, DataArguments):
     model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "Weights to begin with, of this package's families, or of BERT or RoBERTa with --config_name."
+            "help": "Initial weights: a model of this package, or a BERT or RoBERTa together with --config_name."
         },
     )
     config_name: str | None = field(default=None, metadata={"help": "Folder, file or Hub name of the configuration."})
     config_overrides: str | None = field(
-        default=None, metadata={"help": "Fields to change in it: hidden_size=128,num_hidden_layers=2"}
+        default=None, metadata={"help": "Fields of the configuration to change: hidden_size=128,num_hidden_layers=2"}
     )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; that of the model if not given."})
-    streaming: bool = field(default=False, metadata={"help": "Read the documents while training, in their order."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; the model's own by default."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the documents while training, without storing them."}
+    )
     shuffle_buffer_size: int = field(
-        default=10_000, metadata={"help": "With --streaming, rows are drawn at random from so many."}
+        default=10_000, metadata={"help": "With --streaming: size of the buffer from which rows are drawn at random."}
     )
     validation_split_percentage: float = field(
-        default=5.0, metadata={"help": "Documents held out where there are none to validate on."}
+        default=5.0, metadata={"help": "Share of the documents that is held out if no validation data are given."}
     )
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
     max_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a row, at most; those the model takes if not given."}
+        default=None, metadata={"help": "Largest number of tokens of a row; the model's maximum by default."}
     )
-    short_seq_prob: float = field(default=0.1, metadata={"help": "Share of rows that are shorter at random."})
+    short_seq_prob: float = field(
+        default=0.1, metadata={"help": "Share of rows that are cut to a random, shorter length."}
+    )
     sentence_order: bool = field(
         default=True,
-        metadata={"help": "Predict the order of sentences, too; --no_sentence_order: masked tokens alone."},
+        metadata={"help": "Also predict the order of sentences; --no_sentence_order trains on masked tokens only."},
     )
     mlm_probability: float = field(
         default=0.15,
-        metadata={"help": "Share of tokens to predict in training; 0.15 in evaluation, so that figures compare."},
+        metadata={
+            "help": "Share of tokens to predict in training; evaluation always uses 0.15, so that runs compare."
+        },
     )
-    whole_word_mask: bool = field(default=False, metadata={"help": "Mask all pieces of a word or none."})
-    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Round the length of a batch up."})
+    whole_word_mask: bool = field(default=False, metadata={"help": "Mask whole words: all pieces of a word, or none."})
+    pad_to_multiple_of: int | None = field(
+        default=None, metadata={"help": "Pad batches to a multiple of this length."}
+    )
 
     def __post_init__(self):
         RunArguments.__post_init__(self)
@@ -177,12 +185,12 @@ def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedT
 def _check_order(args: PretrainingArguments, share: float) -> str:
     """Says how many rows have a sentence order, and refuses too few: the SOP loss would be about nothing."""
     if not args.sentence_order:
-        return "Without sentence order: masked tokens alone"
+        return "Without sentence order: only masked tokens are predicted"
     if share < MIN_ORDERED_SHARE:
         raise ValueError(
             f"{share:.1%} of the training rows have two sentences or more: there is no sentence order to learn. Give "
-            "documents of several sentences, with their punctuation, or --no_sentence_order to train on masked "
-            "tokens alone."
+            "documents of several sentences, with their punctuation, or train on masked tokens only "
+            "(--no_sentence_order)."
         )
     return f"{share:.0%} of the training rows have two sentences or more, and so an order"
 
@@ -249,8 +257,8 @@ def pretrain(
     """Pretrains a model, from nothing or from given weights, and evaluates it on held-out documents.
 
     In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
-    card, and the checkpoints asked for. A run that a signal ends leaves its checkpoint alone, to go on from. With
-    `--no_do_train`, the model is evaluated as it is.
+    card, and the checkpoints asked for. A run that is ended by a signal leaves only its checkpoint, from which
+    it can be resumed. With `--no_do_train`, the model is evaluated as it is.
 
     Args:
         args: model, data, seed and output.
@@ -258,7 +266,7 @@ def pretrain(
         documents: `train`, which may be a stream, and `validation`, with a document a row.
 
     Returns:
-        The scores of `validation`, and the figures of `train`, which stand alone after a signal.
+        The scores of `validation`, and the figures of `train`; after a signal, only those of `train`.
 
     Raises:
         ValueError: if the documents, the tokenizer and the model do not fit together, or have no sentence order;
@@ -269,23 +277,9 @@ def pretrain(
         args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
     )
     config = _config(args, tokenizer)
-    longest = config.max_position_embeddings
-    if args.max_length is None:
-        args = replace(args, max_length=longest)
-    elif args.max_length > longest:
-        raise ValueError(
-            f"--max_length {args.max_length} is more than the {longest} tokens that the model takes: lower it, or "
-            f"give --config_overrides max_position_embeddings={args.max_length}."
-        )
-    tokenizer.model_max_length = longest
-    with accelerator.main_process_first():
-        held_out = eval_dataloader(
-            _rows(args, documents["validation"], tokenizer, "validation"),
-            # The same in every evaluation of every run, whatever is masked in training.
-            args.collator(tokenizer, EVAL_MLM_PROBABILITY),
-            optimization.per_device_eval_batch_size,
-            **args.loader_options(),
-        )
+    args = _with_max_length(args, config)
+    tokenizer.model_max_length = config.max_position_embeddings
+    held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
     def scores(model: nn.Module) -> dict[str, float]:
         return held_out_scores(accelerator, model, held_out)
@@ -297,60 +291,75 @@ def pretrain(
     if args.model_name_or_path is not None:
         identity["model"] = weights_digest(args.model_name_or_path, config)
     if not args.do_train:
-        prepared = accelerator.prepare(model)
-        results: dict[str, dict[str, Any]] = {"validation": scores(prepared)}
+        results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
         finish_run(accelerator, None, results, (args, optimization), identity, {})
         return results
 
     settings = model_settings(config, tokenizer)
     save_model = _save(accelerator, tokenizer, config.sparse_prediction)
-    # Logits at the tokens to predict alone; how many those are is data, for which a compiled model has no shape.
+    # Only the logits of masked tokens are computed. How many there are depends on the data, so a compiled model, whose
+    # shapes are fixed by its inputs, computes all.
     model.config.sparse_prediction = not args.torch_compile
     with accelerator.main_process_first():
         loader, share, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
     accelerator.print(_check_order(args, share))
-    goal = args.goal("mlm_loss")
+    settings["the training data"] = identity["train"]
+    goal, objective = args.goal("mlm_loss"), PretrainingObjective()
     start_trackers(accelerator, args, optimization)
     state = train_model(
-        accelerator,
-        model,
-        PretrainingObjective(),
-        loader,
-        args,
-        optimization,
-        scores,
-        goal,
-        "Pretraining",
-        save_model,
-        {"the training data": identity["train"], **settings},
+        accelerator, model, objective, loader, args, optimization, scores, goal, "Pretraining", save_model, settings
     )
-    results = {"train": state.figures()}
     if state.interrupted:
-        return results
-    results["validation"] = final_scores(accelerator, state, args, scores, goal, save_model)
-    results["train"] = state.figures()
-    finish_run(
-        accelerator,
-        state,
-        results,
-        (args, optimization),
-        identity,
-        metrics={name: value for name, value in results["validation"].items() if not name.endswith("_loss")},
-        data=_data(args, documents),
-        base_model=args.model_name_or_path,
-        dataset_name=args.hub_dataset()[0],
-        dataset_config_name=args.hub_dataset()[1],
-    )
+        return {"train": state.figures()}
+    validation = final_scores(accelerator, state, args, scores, goal, save_model)
+    results = {"train": state.figures(), "validation": validation}
+    reported = {name: value for name, value in validation.items() if not name.endswith("_loss")}
+    finish_run(accelerator, state, results, (args, optimization), identity, reported, **_card(args, documents))
     return results
 
 
-def _data(args: PretrainingArguments, documents: Mapping[str, Dataset | IterableDataset]) -> str:
-    """What the model card says of the data."""
+def _with_max_length(args: PretrainingArguments, config: BaseConfig) -> PretrainingArguments:
+    """The arguments with a length that the model takes."""
+    longest = config.max_position_embeddings
+    if args.max_length is None:
+        return replace(args, max_length=longest)
+    if args.max_length > longest:
+        raise ValueError(
+            f"--max_length {args.max_length} is more than the {longest} tokens that the model takes: lower it, or "
+            f"give --config_overrides max_position_embeddings={args.max_length}."
+        )
+    return args
+
+
+def _held_out_loader(
+    accelerator: Accelerator,
+    args: PretrainingArguments,
+    optimization: OptimizationArguments,
+    documents: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+) -> DataLoader:
+    """The rows to evaluate on: masked in the same way in every evaluation of every run, whatever is masked in
+    training."""
+    collator = args.collator(tokenizer, EVAL_MLM_PROBABILITY)
+    with accelerator.main_process_first():
+        rows = _rows(args, documents, tokenizer, "validation")
+        return eval_dataloader(rows, collator, optimization.per_device_eval_batch_size, **args.loader_options())
+
+
+def _card(args: PretrainingArguments, documents: Mapping[str, Dataset | IterableDataset]) -> dict[str, Any]:
+    """What the model card says of the data and of the model that the run began from."""
     train = documents["train"]
     number = f"{len(train):,} documents" if isinstance(train, Dataset) else "a stream of documents"
-    return (
+    data = (
         f"Pretrained on {number} of {args.data_source()}, with masked tokens"
         f"{' and sentence order' if args.sentence_order else ''}; evaluated on "
         f"{len(documents['validation']):,} documents that were held out, of whose tokens "
         f"{EVAL_MLM_PROBABILITY:.0%} are masked."
     )
+    name, config = args.hub_dataset()
+    return {
+        "data": data,
+        "base_model": args.model_name_or_path,
+        "dataset_name": name,
+        "dataset_config_name": config,
+    }

@@ -257,7 +257,8 @@ def _describe(
         plot_history({name: state.history}, Path(args.output_dir, "training_curve.png"))
     except ImportError as error:
         accelerator.print(f"No training curve was drawn: {error}")
-    if not isinstance(AutoConfig.from_pretrained(args.output_dir), BaseConfig):
+    config = AutoConfig.from_pretrained(args.output_dir, trust_remote_code=args.trust_remote_code)
+    if not isinstance(config, BaseConfig):
         return
     hyperparameters = {**_hyperparameters(*arguments), "steps": state.step}
     if accelerator.num_processes > 1:

@@ -24,7 +24,7 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     """The whole weights under the model's own names; called by all processes.
 
     Raises:
-        RuntimeError: if they have other names, under which nobody could load them.
+        RuntimeError: if they have other names, so that `from_pretrained` could not load them.
         FloatingPointError: if one of them is not finite.
     """
     bare = bare_model(accelerator, model)

@@ -66,7 +66,7 @@ class Best:
     def update(self, goal: Goal, value: float, step: int, threshold: float = 0.0) -> bool:
         """Takes an evaluation in, and tells whether it is the best so far.
 
-        One that is better by no more than `threshold` is taken, and yet counts as one that passed.
+        An evaluation that is better by less than `threshold` becomes the best one, but does not reset the patience.
         """
         improved = goal.is_better(value, self.value, threshold)
         self.evaluations_since = 0 if improved else self.evaluations_since + 1

@@ -38,6 +38,13 @@ class Signals:
             signal.signal(number, handler)
         self._previous = {}
 
+    def take_save(self) -> bool:
+        """Whether SIGUSR1 came since this was last asked."""
+        asked = self.save
+        if asked:
+            self.save = False
+        return asked
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == _SAVE:
             self.save = True

@@ -110,7 +110,7 @@ def _load_documents(args: DataArguments, streaming: bool) -> tuple[Any, Any]:
         return train, load_files(args.validation_file, "--validation_file", args.cache_dir)
     _refuse_both({"train": args.train_file, "validation": args.validation_file})
     found = _load_hub(args, streaming=streaming)
-    # Held out if nobody named a split, but never for a name that was mistyped.
+    # Documents are held out only if no split was named; a mistyped name is an error.
     for split in ("train", args.validation_split):
         if split is not None and split not in found:
             raise ValueError(f"--dataset_name {args.dataset_name} has no split {split!r}, but {list(found)}.")

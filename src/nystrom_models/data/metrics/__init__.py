@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 TEXT_CLASSIFICATION = str(Path(__file__).with_name("text_classification.py"))
 
-# Of all others, more is better. "combined_score" is the mean of the metrics of a task that has two, as GLUE counts it.
+# "combined_score" is the mean of the metrics of a task that has two, as GLUE counts it.
 _LESS_IS_BETTER = frozenset(("loss", "mlm_loss", "sop_loss", "perplexity", "mse"))
 _MORE_IS_BETTER = frozenset(
     "accuracy combined_score exact_match f1 macro_f1 matthews_correlation micro_f1 mlm_accuracy pearson sop_accuracy"
@@ -22,7 +22,7 @@ _MORE_IS_BETTER = frozenset(
 def load_metric(config_name: str) -> "evaluate.EvaluationModule":
     """The metrics of a GLUE task by its name, or of other data by `"classification"`, `"multi_label"` or
     `"regression"`."""
-    import evaluate  # needed by fine-tuning alone
+    import evaluate  # only fine-tuning needs it
 
     return evaluate.load(TEXT_CLASSIFICATION, config_name, keep_in_memory=True)
 
