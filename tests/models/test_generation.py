@@ -336,6 +336,8 @@ def test_loss_is_that_of_each_row_alone(padded):
     assert abs(out.loss.item() - total.item() / count) < 1e-5
     divided = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=torch.tensor(7)).loss
     assert abs(divided.item() - total.item() / 7) < 1e-4
+    aligned = model(ids, attention_mask=mask, shift_labels=next_labels(labels, mask)).loss
+    assert torch.equal(aligned, out.loss)
     assert model(ids[:, :1], labels=labels[:, :1]).loss == 0
 
 

@@ -38,6 +38,9 @@ CHUNK_TOKENS = 64
 
 def elu_features(states: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 (eq. 7), positive. (..., D) -> (..., D)."""
+    if is_tracing(states):
+        # The same: of elu's gradient, graphs are recorded with other strides than it then has (PyTorch 2.13).
+        return F.relu(states) + states.clamp_max(0).exp()
     return F.elu(states) + 1
 
 
@@ -236,7 +239,8 @@ def _product_by_chunks(
 def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """(B, H, N, E) -> (B, H, N / C, C, E), the last chunk filled with zeros."""
     batch, heads, length, width = states.shape
-    count = (length + size - 1) // size
+    # In a graph one or two chunks more, which would otherwise hold only for lengths beyond a chunk.
+    count = length // size + 2 if is_tracing(states) else -(-length // size)
     states = F.pad(states, (0, 0, 0, count * size - length)).to(dtype)
     return states.reshape(batch, heads, count, size, width).contiguous()
 
@@ -246,8 +250,8 @@ def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 def _step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token, (B, H, 1, F) and (B, H, 1, D) (eq. 18 to 20): its output and the state after it."""
-    added = _precise(key).mT * _with_ones(_precise(value))
-    state = added if state is None else state + added
+    key, values = _precise(key), _with_ones(_precise(value))
+    state = key.mT * values if state is None else torch.addcmul(state, key.mT, values)
     return _normalise(_precise(query) @ state, value.dtype), state
 
 

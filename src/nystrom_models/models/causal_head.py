@@ -62,6 +62,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """
@@ -71,6 +72,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             use_cache: whether to return the states to go on from; `config.use_cache` if None, but not while training.
             logits_to_keep: logits of so many last tokens alone, or of the tokens at these places, (K,) int64; of all
                 if 0.
+            shift_labels: (B, N) int64, instead of labels: at each token what it is to predict, where the next token
+                is elsewhere (sequence parallelism).
             num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
             The others: see the base model.
 
@@ -92,18 +95,20 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             **kwargs,
         )
         states = outputs.last_hidden_state
-        if labels is not None:
-            self._check_labels(labels, states, logits_to_keep)
+        targets = labels if shift_labels is None else shift_labels
+        if targets is not None:
+            self._check_labels(targets, states, logits_to_keep)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(states[:, kept])
         loss = None
-        if labels is not None:
-            targets = next_labels(labels, attention_mask)
+        if targets is not None:
+            if shift_labels is None:
+                targets = next_labels(labels, attention_mask)
             if num_items_in_batch is None:
                 # 0 instead of 0 / 0 where no label counts.
                 num_items_in_batch = (targets != IGNORED).sum().clamp_min(1)
             loss = self.loss_function(
-                logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch, shift_labels=targets
+                logits, None, self.config.vocab_size, num_items_in_batch=num_items_in_batch, shift_labels=targets
             )
         return CausalLMOutputWithPast(
             loss=loss,
