@@ -17,6 +17,7 @@ from benchmarks import (  # noqa: F401  (they register)
     capabilities,
     collators,
     compiled_kernels,
+    decoding,
     environment,
     gpu,
     gpu_tests,
@@ -108,6 +109,16 @@ def build_parser() -> argparse.ArgumentParser:
     batches = commands.add_parser("collators", help="time how batches for pretraining are made (CPU, under a minute)")
     batches.add_argument("--batch_size", type=int, default=32, help="rows (default: 32)")
     batches.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="tokens of a row")
+
+    causal = commands.add_parser("decode", help="time causal models: a generated token, prefill, a training step")
+    causal.add_argument("--what", nargs="+", choices=decoding.MEASURES, default=list(decoding.MEASURES))
+    causal.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens (default: those of each measure)")
+    causal.add_argument("--repeats", type=int, default=9, help="rounds of timing (default: 9)")
+    causal.add_argument("--max_seconds", type=float, default=20.0, help="as for run (default: 20)")
+    causal.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    causal.add_argument("--dtype", choices=DTYPES, default="float32")
+    causal.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    causal.add_argument("--output", help="JSON file for the results")
 
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
@@ -300,6 +311,22 @@ def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     return 0
 
 
+def time_decoding(arguments: argparse.Namespace, argv: list[str]) -> int:
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    results = {"command": shlex.join(["python", "-m", "benchmarks", *argv]), **circumstances(arguments), "results": {}}
+    print(report.describe_machine(results))
+    decoding.check(arguments.device)
+    place = decoding.Place(arguments.device, DTYPES[arguments.dtype])
+    for what in arguments.what:
+        rows = decoding.measure(what, arguments.lengths, arguments.repeats, arguments.max_seconds, progress, place)
+        results["results"][what] = rows
+        print(f"\n{decoding.table(what, rows)}")
+        if arguments.output:
+            write(results, arguments.output)
+    return 0
+
+
 def write(results: dict, path: str) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
@@ -362,6 +389,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command in ("gpu", "tests", "sanitize", "train"):
         require_device(parser, arguments.device)
         return on_a_gpu(arguments)
+    if arguments.command == "decode":
+        require_device(parser, arguments.device)
+        return time_decoding(arguments, argv)
     if arguments.command == "collators":
         for length in arguments.lengths:
             print(collators.table(arguments.batch_size, length), end="\n\n")

@@ -80,7 +80,20 @@ def table_rows(first_cell):
     return rows
 
 
-FAMILIES = {"Nystromformer": nystrom_models.NystromformerConfig, "Linformer": nystrom_models.LinformerConfig}
+FAMILIES = {
+    "Nystromformer": nystrom_models.NystromformerConfig,
+    "Linformer": nystrom_models.LinformerConfig,
+    "LinearTransformer": nystrom_models.LinearTransformerConfig,
+}
+
+
+def default_of(family, cell):
+    """The default in a cell: one for all, or that of Nyströmformer and then those of others by name."""
+    default, *others = re.split(r", (others|linear transformer) ", cell)
+    for name, other in zip(others[::2], others[1::2], strict=True):
+        if family == "LinearTransformer" or (name == "others" and family == "Linformer"):
+            default = other
+    return default
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,8 +102,7 @@ def test_the_option_tables_hold_every_field_and_its_default(family):
     for names, defaults, _ in table_rows("field"):
         names = re.findall(r"`(\w+)`", names)
         if len(names) == 1:
-            # One default, or that of Nyströmformer and then ", Linformer " and its own.
-            defaults = defaults.split(", Linformer ")[-1 if family == "Linformer" else 0]
+            defaults = default_of(family, defaults)
         described |= dict(zip(names, defaults.split(", "), strict=True))
     config = FAMILIES[family]()
     own = {item.name for item in dataclasses.fields(config)} - {

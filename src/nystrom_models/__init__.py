@@ -4,8 +4,20 @@
 Importing this package registers its families with the Auto classes; `nystromformer` replaces the built-in one.
 """
 
+from .models.configuration_linear_transformer import LinearTransformerConfig
 from .models.configuration_linformer import LinformerConfig
 from .models.configuration_nystromformer import NystromformerConfig
+from .models.modeling_linear_transformer import (
+    LinearTransformerForCausalLM,
+    LinearTransformerForMaskedLM,
+    LinearTransformerForMultipleChoice,
+    LinearTransformerForPreTraining,
+    LinearTransformerForQuestionAnswering,
+    LinearTransformerForSequenceClassification,
+    LinearTransformerForTokenClassification,
+    LinearTransformerModel,
+    LinearTransformerPreTrainedModel,
+)
 from .models.modeling_linformer import (
     LinformerForMaskedLM,
     LinformerForMultipleChoice,
@@ -31,6 +43,16 @@ from .registration import register, unregister
 __version__ = "0.1.0"
 
 __all__ = [
+    "LinearTransformerConfig",
+    "LinearTransformerForCausalLM",
+    "LinearTransformerForMaskedLM",
+    "LinearTransformerForMultipleChoice",
+    "LinearTransformerForPreTraining",
+    "LinearTransformerForQuestionAnswering",
+    "LinearTransformerForSequenceClassification",
+    "LinearTransformerForTokenClassification",
+    "LinearTransformerModel",
+    "LinearTransformerPreTrainedModel",
     "LinformerConfig",
     "LinformerForMaskedLM",
     "LinformerForMultipleChoice",

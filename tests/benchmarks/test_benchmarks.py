@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cli, environment, measure, report, runners
+from benchmarks import cli, decoding, environment, measure, report, runners
 from benchmarks.registry import WORKLOADS, Prepared, Setting
 
 SIZES = {
@@ -371,3 +371,17 @@ def test_collators_are_timed(capsys):
     assert "2 rows of 32 tokens" in printed
     rows = dict(re.findall(r"^(\S.*?)  +[\d.]+ +([\d,]+)$", printed, re.MULTILINE))
     assert list(rows) == ["ours: MLM + SOP", "Transformers: MLM", "Transformers: MLM, NumPy"]
+
+
+def test_decoding_is_timed_beside_exact_attention(capsys, tmp_path):
+    output = tmp_path / "decoding.json"
+    cli.main(["decode", "--lengths", "48", "--repeats", "2", "--output", str(output)])
+    printed = capsys.readouterr().out
+    for title in decoding.TITLES.values():
+        assert title in printed
+    results = json.loads(output.read_text())["results"]
+    assert [row["contender"] for row in results["decode"]] == [decoding.OURS, decoding.GROWING, decoding.STATIC]
+    # 4 layers of 4 heads with 64 features, 64 + 1 sums; and the count of tokens.
+    assert results["decode"][0]["state_bytes"] == 4 * 4 * 64 * 65 * 4 + 16
+    assert results["decode"][1]["state_bytes"] == 2 * 4 * 256 * 48 * 4
+    assert all(row["seconds"]["median"] > 0 and row["peak_bytes"] > 0 for row in results["train"])

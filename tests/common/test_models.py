@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers' common tests on every family and head, with rows shorter and rows longer than the landmarks or k."""
+"""Transformers' common tests on every family and head: with rows shorter and rows longer than the landmarks or k, and
+of linear transformers as encoders and as causal models."""
 
 import inspect
 import unittest
@@ -20,6 +21,14 @@ HEADS = {
     "Model": "MODEL",
     "ForPreTraining": "MODEL_FOR_PRETRAINING",
     "ForMaskedLM": "MODEL_FOR_MASKED_LM",
+    "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+    "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION",
+    "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING",
+    "ForMultipleChoice": "MODEL_FOR_MULTIPLE_CHOICE",
+}
+CAUSAL_HEADS = {
+    "Model": "MODEL",
+    "ForCausalLM": "MODEL_FOR_CAUSAL_LM",
     "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
     "ForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING",
@@ -102,7 +111,7 @@ class CommonTests(modeling_common.ModelTesterMixin):
     def setUpClass(cls):
         # Many common tests choose labels and what to expect by looking a class up in these names of built-in classes.
         model_type = cls.config_class.model_type
-        for suffix, mapping in HEADS.items():
+        for suffix, mapping in cls.heads.items():
             names = getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")
             cls.enterClassContext(mock.patch.dict(names, {model_type: cls.family + suffix}))
 
@@ -161,18 +170,21 @@ class CommonTests(modeling_common.ModelTesterMixin):
             super().test_model_weights_reload_no_missing_tied_weights()
 
 
-def common_tests(name, family, *, seq_length, min_valid, **options):
+def common_tests(name, family, *, seq_length, min_valid, heads=HEADS, **options):
     """A test class for one family and regime."""
     attributes = {
         "__module__": __name__,
         "family": family,
         "config_class": getattr(nystrom_models, f"{family}Config"),
-        "all_model_classes": tuple(getattr(nystrom_models, family + suffix) for suffix in HEADS),
+        "heads": heads,
+        "all_model_classes": tuple(getattr(nystrom_models, family + suffix) for suffix in heads),
         "seq_length": seq_length,
         "min_valid": min_valid,
         "options": options,
     }
-    return type(name, (CommonTests, unittest.TestCase), attributes)
+    # Where it stands among the bases says that a model generates.
+    generates = (modeling_common.GenerationTesterMixin,) if "ForCausalLM" in heads else ()
+    return type(name, (CommonTests, *generates, unittest.TestCase), attributes)
 
 
 SHORT_ROWS = {"seq_length": 7, "min_valid": 5}
@@ -188,3 +200,12 @@ TestLinformerShortRows = common_tests(
     "TestLinformerShortRows", "Linformer", **SHORT_ROWS, projected_dim=16, share_projection="none"
 )
 TestLinformerLongRows = common_tests("TestLinformerLongRows", "Linformer", **LONG_ROWS, projected_dim=4)
+TestLinearTransformer = common_tests("TestLinearTransformer", "LinearTransformer", **LONG_ROWS)
+TestCausalLinearTransformer = common_tests(
+    "TestCausalLinearTransformer",
+    "LinearTransformer",
+    **LONG_ROWS,
+    heads=CAUSAL_HEADS,
+    is_decoder=True,
+    conv_kernel_size=3,
+)

@@ -36,7 +36,7 @@ class ExportTesterMixin:
 
 
 class GenerationTesterMixin:
-    """The encoders do not generate."""
+    """Not in the source distribution; tests/models/test_generation.py stands in for it."""
 
 
 STAND_INS = {

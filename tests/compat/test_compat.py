@@ -22,7 +22,11 @@ from transformers.models.nystromformer.modeling_nystromformer import Nystromform
 
 import nystrom_models
 
-FAMILIES = {"Nystromformer": {"num_landmarks": 4, "conv_kernel_size": 3}, "Linformer": {"projected_dim": 4}}
+FAMILIES = {
+    "Nystromformer": {"num_landmarks": 4, "conv_kernel_size": 3},
+    "Linformer": {"projected_dim": 4},
+    "LinearTransformer": {},
+}
 HEADS = {
     "Model": AutoModel,
     "ForPreTraining": AutoModelForPreTraining,

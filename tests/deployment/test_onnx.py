@@ -13,7 +13,7 @@ from onnxruntime.quantization import quantize_dynamic
 from nystrom_models.deployment import compare_onnx, export_onnx
 from tests.models.options import make_model, relative_error
 
-FAMILIES = ("nystromformer-landmarks", "linformer-layerwise")  # 16 landmarks, 8 slots, at most 64 tokens
+FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-causal")
 INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
 

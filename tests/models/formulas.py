@@ -45,9 +45,9 @@ def nystrom_matrix(q: Tensor, k: Tensor, num_landmarks: int | None, iterations: 
     return softmax(q @ k_landmarks.T * scale) @ inverse @ softmax(q_landmarks @ k.T * scale)
 
 
-def convolution(v: Tensor, kernel: Tensor) -> Tensor:
-    """v (L, D), kernel (odd,): each channel filtered along the tokens, zeros outside."""
-    reach = len(kernel) // 2
+def convolution(v: Tensor, kernel: Tensor, causal: bool = False) -> Tensor:
+    """v (L, D), kernel (odd,): each channel filtered along the tokens, zeros outside; causal: of tokens before."""
+    reach = len(kernel) - 1 if causal else len(kernel) // 2
     out = torch.zeros_like(v)
     for token in range(len(v)):
         for tap in range(len(kernel)):
@@ -73,6 +73,16 @@ def project(states: Tensor, projection: Tensor | None, projection_type: str, ker
     return torch.stack(slots)
 
 
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """One head: φ(q), φ(k) (L, F) and v (L, D) -> (L, D), token by token."""
+    outputs = []
+    for token in range(len(q)):
+        seen = slice(0, token + 1 if causal else None)
+        weights = (k[seen] * q[token]).sum(dim=1)
+        outputs.append((weights[:, None] * v[seen]).sum(dim=0) / (weights.sum() + 1e-6))
+    return torch.stack(outputs)
+
+
 def gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -83,7 +93,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
-    """The whole encoder of either family: weights of the base model by name, input_ids (L,) -> (L, C), in float64."""
+    """The whole encoder of any family: weights of the base model by name, input_ids (L,) -> (L, C), in float64."""
     weights = {name: weight.double() for name, weight in weights.items()}
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -94,7 +104,10 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
 
     x = weights["embeddings.word_embeddings.weight"][input_ids]
     first = 2 if config.model_type == "nystromformer" else 0
-    x = x + weights["embeddings.position_embeddings.weight"][first : first + len(input_ids)]
+    if getattr(config, "position_embedding_type", "learned") == "sinusoidal":
+        x = x + math.sqrt(2) * config.initializer_range * sinusoids(len(input_ids), config.hidden_size)
+    else:
+        x = x + weights["embeddings.position_embeddings.weight"][first : first + len(input_ids)]
     x = norm("embeddings.LayerNorm", x + weights["embeddings.token_type_embeddings.weight"][0])
     dim = config.hidden_size // config.num_attention_heads
     pre = config.layer_norm_position == "pre"
@@ -111,10 +124,12 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
             if config.model_type == "nystromformer":
                 k = linear(name + "key", x)[:, part]
                 out = nystrom_matrix(q, k, config.num_landmarks, config.pinv_iterations) @ v
+            elif config.model_type == "linear_transformer":
+                out = linear_transformer_head(weights, config, name, head, q, linear(name + "key", x)[:, part], v)
             else:
                 out = linformer_head(weights, config, name, layer, head, part, q, x)
             if config.conv_kernel_size is not None:
-                out = out + convolution(v, weights[name + "conv.weight"][head, 0, :, 0])
+                out = out + convolution(v, weights[name + "conv.weight"][head, 0, :, 0], config.is_decoder)
             heads.append(out)
         name = f"encoder.layer.{layer}."
         x = linear(name + "attention.output.dense", torch.cat(heads, 1)) + residual
@@ -123,6 +138,30 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
         x = linear(name + "output.dense", gelu_new(linear(name + "intermediate.dense", hidden))) + x
         x = x if pre else norm(name + "output.LayerNorm", x)
     return norm("encoder.LayerNorm", x) if pre else x
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """sin(p / 10000^(2 i / C)) at columns i < C / 2, the cosines in the others, (L, C)."""
+    waves = torch.zeros(length, width, dtype=torch.float64)
+    for position in range(length):
+        for i in range(width // 2):
+            angle = position / 10_000 ** (2 * i / width)
+            waves[position, i], waves[position, width // 2 + i] = math.sin(angle), math.cos(angle)
+    return waves
+
+
+def linear_transformer_head(weights, config, name, head, q, k, v) -> Tensor:
+    def features(x: Tensor, which: str) -> Tensor:
+        if config.feature_map == "hedgehog":
+            mapped = x @ weights[f"{name}{which}_features.weight"][head].T
+            return softmax(torch.cat([mapped, -mapped], dim=1))
+        return torch.where(x > 0, x + 1, torch.exp(x)) if config.feature_map == "elu" else x.clamp_min(0)
+
+    q, k = features(q, "query"), features(k, "key")
+    if config.projected_dim is None:
+        return linear_attention(q, k, v, config.is_decoder)
+    matrix = weights[name + "projection.weight"][:, : len(k)]
+    return linear_attention(q, matrix @ k, matrix @ v)
 
 
 def linformer_head(weights, config, name, layer, head, part, q, x) -> Tensor:

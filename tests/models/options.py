@@ -34,9 +34,23 @@ LINFORMER = {
     "conv_none": {"projection_type": "conv", "share_projection": "none"},
     "pre_norm": {"layer_norm_position": "pre"},
 }
+LINEAR_TRANSFORMER = {
+    "elu": {},
+    "relu": {"feature_map": "relu", "conv_kernel_size": 5},
+    "hedgehog": {"feature_map": "hedgehog", "layer_norm_position": "pre"},
+    "projected": {"projected_dim": 8},
+    "causal": {"is_decoder": True, "conv_kernel_size": 5},
+    "causal_sinusoidal": {
+        "is_decoder": True,
+        "position_embedding_type": "sinusoidal",
+        "feature_map": "hedgehog",
+        "initializer_range": 0.1,
+    },
+}
 OPTIONS = {f"nystromformer-{name}": ("Nystromformer", options) for name, options in NYSTROM.items()} | {
     f"linformer-{name}": ("Linformer", {"projected_dim": 8} | options) for name, options in LINFORMER.items()
 }
+OPTIONS |= {f"linear-{name}": ("LinearTransformer", options) for name, options in LINEAR_TRANSFORMER.items()}
 HEADS = (
     "Model",
     "ForPreTraining",

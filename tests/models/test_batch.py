@@ -16,7 +16,7 @@ from nystrom_models.models import pretraining_heads
 from nystrom_models.models.batch import make_batch
 from tests.models.options import HEADS, OPTIONS, TOLERANCE, make_model, relative_error
 
-FAMILIES = ("nystromformer-landmarks", "linformer-none")
+FAMILIES = ("nystromformer-landmarks", "linformer-none", "linear-causal")
 LENGTH = 40
 
 

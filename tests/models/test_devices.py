@@ -15,7 +15,14 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from tests.models.emulated_devices import emulated_devices, register
 from tests.models.options import HEADS, TOLERANCE, make_model, padded_inputs, relative_error, result
 
-FAMILIES = ("nystromformer-landmarks", "nystromformer-pre_norm", "linformer-layerwise", "linformer-none")
+FAMILIES = (
+    "nystromformer-landmarks",
+    "nystromformer-pre_norm",
+    "linformer-layerwise",
+    "linformer-none",
+    "linear-hedgehog",
+    "linear-causal",
+)
 
 
 @pytest.fixture(scope="module")

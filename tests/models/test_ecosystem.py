@@ -17,7 +17,7 @@ from transformers import (
 
 from tests.models.options import make_model, relative_error
 
-FAMILIES = ("nystromformer-landmarks", "linformer-layerwise")
+FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
 WORDS = "the a cat dog sat ran on under mat table and then slept quickly big small red blue one two three".split()
 SPECIAL = ["<pad>", "<cls>", "<sep>", "<unk>", "<mask>"]
 
@@ -196,7 +196,14 @@ def test_inputs_positions_and_chunks(option):
     torch.testing.assert_close(chunked(ids).last_hidden_state, plain)
 
 
-GRAPH_OPTIONS = ("nystromformer-landmarks", "linformer-layerwise", "linformer-max_pool", "linformer-conv_none")
+GRAPH_OPTIONS = (
+    "nystromformer-landmarks",
+    "linformer-layerwise",
+    "linformer-max_pool",
+    "linformer-conv_none",
+    "linear-elu",
+    "linear-causal",
+)
 
 
 def shallow(option):

@@ -98,7 +98,9 @@ def test_half_precision_weights(option, dtype):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_mixed_precision_trains(option):
     """Under autocast, with dropout: finite gradients of every parameter, and near the exact result without dropout."""
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    dropout = {"hidden_dropout_prob": 0.1}
+    if not option.startswith("linear-"):
+        dropout["attention_probs_dropout_prob"] = 0.1
     model = make_model(option, "ForPreTraining", **dropout)
     ids, mask = pad(torch.randint(3, 99, (1, 40)), 5, 5)
     exact = model(ids, attention_mask=mask).prediction_logits[:, 5:45]

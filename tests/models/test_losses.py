@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.models.options import HEADS, make_model, padded_inputs, relative_error
 
-FAMILIES = ("nystromformer-landmarks", "linformer-layerwise")
+FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
 WITH_LABELS = [head for head in HEADS if head not in ("Model", "ForQuestionAnswering")]
 
 

@@ -6,7 +6,14 @@ import torch
 
 from tests.models.options import make_model, relative_error
 
-LINEAR = ("nystromformer-landmarks", "nystromformer-pre_norm", "linformer-layerwise", "linformer-none")
+LINEAR = (
+    "nystromformer-landmarks",
+    "nystromformer-pre_norm",
+    "linformer-layerwise",
+    "linformer-none",
+    "linear-projected",
+    "linear-causal",
+)
 
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])

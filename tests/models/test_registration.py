@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 import nystrom_models
 from nystrom_models.registration import FAMILIES
-from tests.models.options import HEADS, make_model
+from tests.models.options import HEADS, OPTIONS, make_model
 
 UNREGISTER = """
 import transformers
@@ -55,7 +55,7 @@ def test_unregistering_brings_the_built_in_classes_back(tmp_path):
 def test_a_checkpoint_advertises_the_auto_classes_that_give_its_family(family, tmp_path):
     prefix = family.__name__.removesuffix("PreTrainedModel")
     model = getattr(nystrom_models, prefix + "ForMaskedLM")
-    option = f"{family.base_model_prefix}-{'landmarks' if prefix == 'Nystromformer' else 'layerwise'}"
+    option = next(option for option, (name, _) in OPTIONS.items() if name == prefix)
     make_model(option, "ForMaskedLM").save_pretrained(tmp_path)
     advertised = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert advertised.pop("AutoConfig").endswith(f".{prefix}Config")

@@ -40,6 +40,7 @@ def test_same_logits_without_the_package(clean_python, tmp_path):
         "linformer-none": ("ForPreTraining", "AutoModelForPreTraining"),
         "nystromformer-softmax": ("ForSequenceClassification", "AutoModelForSequenceClassification"),
         "linformer-max_pool": ("Model", "AutoModel"),
+        "linear-causal": ("ForCausalLM", "AutoModelForCausalLM"),
     }
     inputs = {"input_ids": torch.randint(3, 99, (2, 40)), "attention_mask": torch.ones(2, 40, dtype=torch.long)}
     inputs["attention_mask"][0, :7] = 0

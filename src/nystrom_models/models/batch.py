@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
 
+from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
 
 # The share of padding from which the valid tokens are computed alone: below, bringing the tokens into rows for the
@@ -46,8 +47,6 @@ class Batch:
     after them: whatever a family does along the tokens then goes by their rank. Elsewhere in the layers, states are
     in the same rows or *packed*: those of the valid tokens alone, (1, T, C), one row after the other.
 
-    With a cache, rows stay as they are given.
-
     shape: B and N.
     rows: B and W.
     mask: (B, W) bool, of the rows; None where every token is valid.
@@ -57,7 +56,8 @@ class Batch:
     order, ranks: (B, N) int64, where the tokens of the rows lie in the batch as given, and the reverse; None where
         they are at the same places.
     given_mask: (B, N) bool, as given; None where every token is valid.
-    positions: (1 or B, ...) int64, the rank of each token in the layout of the states.
+    positions: (1 or B, ...) int64, the rank of each token in the layout of the states; tokens that a cache has seen
+        come before.
     plan: what the family computes once for all layers.
     maps: the attention maps that are asked for.
     cache: of a causal family.
@@ -182,17 +182,27 @@ def make_batch(
     """The batch of a mask (B, N) of rows of `shape`.
 
     Args:
-        mask: (B, N) bool; with a cache (B, P + N), P the tokens before. None for all valid.
+        mask: (B, N) bool, None for all valid.
         shape: B and N.
         device: of the inputs.
         pack: whether states may be packed.
         cache: of a causal family.
 
-    On a GPU the host waits once, for three numbers; not in a graph.
+    On a GPU the host waits once, for three numbers, if there is a mask; not in a graph.
     """
+    made = _lay_out(mask, shape, device, pack)
+    made.cache = cache
+    seen = read_state(cache, 0, State.TOKENS)
+    if seen is not None:
+        made.positions = made.positions + made.enter(seen[:, :1].to(device).expand(shape))
+        if made.mask is not None and made.places is None:
+            # Where no token is, no position may be too large.
+            made.positions = made.positions.masked_fill(~made.mask, 0)
+    return made
+
+
+def _lay_out(mask: Tensor | None, shape: tuple[int, int], device: torch.device, pack: bool) -> Batch:
     batch, length = shape
-    if cache is not None:
-        return _with_cache(mask, shape, device, cache)
     if mask is None or mask.numel() == 0:
         return Batch(shape, shape, torch.arange(length, device=device)[None])
     if not depends_on_values(mask):
@@ -235,12 +245,3 @@ def _by_rank(mask: Tensor) -> Batch:
         ranks=token_ranks(mask),
         given_mask=mask,
     )
-
-
-def _with_cache(mask: Tensor | None, shape: tuple[int, int], device: torch.device, cache: Cache) -> Batch:
-    """Rows as given, after the tokens that the cache has seen."""
-    length = shape[1]
-    if mask is None:
-        return Batch(shape, shape, torch.arange(length, device=device)[None], cache=cache)
-    given = mask[:, -length:]
-    return Batch(shape, shape, token_ranks(mask)[:, -length:], given, given_mask=given, cache=cache)

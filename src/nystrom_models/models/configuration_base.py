@@ -101,9 +101,10 @@ class BaseConfig(PreTrainedConfig):
             "num_attention_heads",
             "intermediate_size",
             "type_vocab_size",
-            "max_position_embeddings",
         ):
             require_positive(name, getattr(self, name))
+        if self.max_position_embeddings is not None:
+            require_positive("max_position_embeddings", self.max_position_embeddings)
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
         heads, width = self.num_attention_heads, self.hidden_size
@@ -120,6 +121,11 @@ class BaseConfig(PreTrainedConfig):
             raise ValueError(
                 f"{type(self).__name__} describes an encoder: its attention sees the whole sequence. Use "
                 "is_decoder=False and is_causal=False."
+            )
+        if self.is_decoder and self.classifier_pooling == "first":
+            raise ValueError(
+                'classifier_pooling="first" would classify by a token that sees no other with is_decoder=True: use '
+                '"last" or "mean".'
             )
 
 

@@ -25,10 +25,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 def pays_in_blocks(states: Tensor, module: nn.Module) -> bool:
     """Whether `overwrite_in_blocks` may be applied to states (..., C) with a function of this module, and pays."""
-    if is_tracing(states) or states.device.type != "cpu" or states.shape[:-1].numel() <= BLOCK_TOKENS:
-        return False
     # With dropout, a checkpointed layer must draw the same numbers when it is computed again, with gradients.
-    return not (torch.is_grad_enabled() or module.training or has_hooks(module))
+    if torch.is_grad_enabled() or module.training or states.device.type != "cpu" or is_tracing(states):
+        return False
+    return states.shape[:-1].numel() > BLOCK_TOKENS and not has_hooks(module)
 
 
 def overwrite_in_blocks(function: Callable[..., Tensor], states: Tensor, *others: Tensor) -> Tensor:

@@ -4,6 +4,8 @@
 Legend: B batch, N tokens, C hidden size.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +19,8 @@ class Embeddings(nn.Module):
     def __init__(self, config: BaseConfig):
         super().__init__()
         self.first_position = config.first_position
-        positions = config.max_position_embeddings + config.first_position
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.position_embeddings = nn.Embedding(positions, config.hidden_size)
+        self.position_embeddings = position_embeddings(config)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -46,8 +47,41 @@ class Embeddings(nn.Module):
             token_type_ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)
         else:
             token_type_ids = batch.enter(token_type_ids.expand(batch.shape))
-        embeddings = embeddings + self.token_type_embeddings(token_type_ids) + self.position_embeddings(position_ids)
+        embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        if isinstance(self.position_embeddings, SinusoidalPositions):
+            embeddings = embeddings + self.position_embeddings(position_ids, embeddings.dtype)
+        else:
+            embeddings = embeddings + self.position_embeddings(position_ids)
         return self.dropout(self.LayerNorm(embeddings))
+
+
+class SinusoidalPositions(nn.Module):
+    """Sines and cosines of the position, without parameters and without a longest sequence (Vaswani et al. 2017,
+    arXiv:1706.03762, section 3.5), as large as learned positions are at first.
+    """
+
+    def __init__(self, config: BaseConfig):
+        super().__init__()
+        self.width = config.hidden_size
+        self.scale = math.sqrt(2) * config.initializer_range
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """position_ids: (...) int64 -> (..., C) of this dtype."""
+        pair = torch.arange((self.width + 1) // 2, device=position_ids.device)
+        angles = position_ids[..., None] * torch.exp(pair * (-2 * math.log(10_000) / self.width))
+        waves = torch.cat([angles.sin(), angles.cos()], dim=-1)[..., : self.width]
+        return (self.scale * waves).to(dtype)
+
+
+def is_sinusoidal(config: BaseConfig) -> bool:
+    return getattr(config, "position_embedding_type", "learned") == "sinusoidal"
+
+
+def position_embeddings(config: BaseConfig) -> nn.Module:
+    """What embeds positions, by the family's `position_embedding_type`; a learned table if it has no such field."""
+    if is_sinusoidal(config):
+        return SinusoidalPositions(config)
+    return nn.Embedding(config.max_position_embeddings + config.first_position, config.hidden_size)
 
 
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:

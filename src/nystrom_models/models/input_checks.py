@@ -75,11 +75,11 @@ def check_inputs(
     token_type_ids: Tensor | None,
     position_ids: Tensor | None,
     num_embeddings: int,
-    num_positions: int,
+    seen: Tensor | None = None,
 ) -> tuple[int, int]:
     """The batch size and length of inputs: token ids (B, N) or embeddings (B, N, C). Raises ValueError for others.
 
-    num_embeddings, num_positions: rows of the tables of words and of positions.
+    num_embeddings: rows of the table of words. seen: (B, 2) int64, the tokens before, which a cache has counted.
     """
     if inputs.dim() not in (2, 3):
         raise ValueError(
@@ -88,7 +88,12 @@ def check_inputs(
         )
     batch, length = inputs.shape[:2]
     limit = config.max_position_embeddings
-    if length > limit:
+    if seen is not None and seen.shape[0] != batch:
+        raise ValueError(
+            f"past_key_values holds the states of {seen.shape[0]} rows, but there are {batch}: give the cache of "
+            "these rows, or none."
+        )
+    if limit is not None and length > limit:
         raise ValueError(
             f"A sequence of {length} tokens is longer than max_position_embeddings={limit}: truncate it to {limit}"
             f" (truncation=True, max_length={limit}), or make room by resize_position_embeddings({length})."
@@ -101,10 +106,13 @@ def check_inputs(
         )
     if position_ids is not None:
         first = config.first_position
+        last = None if limit is None else first + limit - 1
+        inside = position_ids >= first if last is None else (position_ids >= first) & (position_ids <= last)
         require(
-            ((position_ids >= first) & (position_ids < num_positions)).all(),
-            f"position_ids must lie between {first} and {num_positions - 1}: the first token of a row has {first} in "
-            f"model_type={config.model_type!r}. Leave position_ids out to count the valid tokens.",
+            inside.all(),
+            f"position_ids must {f'be at least {first}' if last is None else f'lie between {first} and {last}'}: the "
+            f"first token of a row has {first} in model_type={config.model_type!r}. Leave position_ids out to count "
+            "the valid tokens.",
         )
     if inputs.dim() == 2:
         require(
@@ -115,10 +123,19 @@ def check_inputs(
     return batch, length
 
 
+def check_positions(positions: Tensor, limit: int) -> None:
+    """Raises ValueError for tokens (B, ...) that go on after those of a cache, and beyond the longest sequence."""
+    require(
+        (positions < limit).all(),
+        f"With the tokens that past_key_values has seen, the sequence is longer than max_position_embeddings={limit}: "
+        f"make room by resize_position_embeddings({2 * limit}).",
+    )
+
+
 def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: bool = False) -> Tensor | None:
     """The (B, N) bool mask of an `attention_mask` of ones and zeros of any dtype; None for None.
 
-    With a cache it may be longer than N: the tokens before come first.
+    With a cache it may be longer than N: the tokens before come first, and are cut off.
 
     Raises ValueError for a mask of another shape or of added scores.
     """
@@ -130,6 +147,7 @@ def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: 
             f"attention_mask has shape {shape}, but must be (batch, length) = {(batch, length)}: 1 at tokens and 0 at "
             "padding. Masks by pair of tokens, as causal ones, do not exist for this attention."
         )
+    attention_mask = attention_mask[:, -length:]
     mask = attention_mask != 0
     if attention_mask.is_floating_point():
         require(

@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .batch import AttentionMaps, make_batch
 from .configuration_base import BaseConfig
-from .embeddings import Embeddings, repeat_positions
-from .input_checks import check_inputs, key_mask, reject_arguments, reject_cache, require_one_input
+from .embeddings import Embeddings, is_sinusoidal, repeat_positions
+from .input_checks import check_inputs, check_positions, key_mask, reject_arguments, reject_cache, require_one_input
 from .layers import LayerStack
 from .pooling import pool
-from .recurrent_cache import has_seen_tokens
+from .recurrent_cache import State, add_tokens, read_state, require_recurrent
 from .self_attention import SelfAttention
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -97,6 +100,14 @@ class BasePreTrainedModel(PreTrainedModel):
         config.validate_architecture()
         super().__init__(config, *args, **kwargs)
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        # Of a module that owns bare parameters, which Transformers does not know.
+        initialize = getattr(module, "initialize_parameters", None)
+        if initialize is not None:
+            initialize()
+
     def add_base_model(self, add_pooling_layer: bool = False) -> None:
         """For heads: the family's base model, under its prefix."""
         base_model = self.auto_classes["AutoModel"](self.config, add_pooling_layer=add_pooling_layer)
@@ -140,6 +151,8 @@ class BasePreTrainedModel(PreTrainedModel):
         except ValueError:
             config.max_position_embeddings = before
             raise
+        if is_sinusoidal(config):
+            return
         with torch.no_grad():
             weight = repeat_positions(table.weight, config.first_position, new_num_position_embeddings)
         table.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)
@@ -219,13 +232,15 @@ class BaseModel(BasePreTrainedModel):
         Args:
             input_ids: (B, N) int64, N at most `max_position_embeddings`. inputs_embeds: (B, N, C) instead.
             attention_mask: (B, N), 1 at tokens and 0 at padding, anywhere in a row; all tokens if None. With a cache
-                it may be longer than N; the tokens before come first.
+                it may be longer than N: the tokens before come first, and do not matter any more.
             token_type_ids: (B, N) int64, the segment of each token; 0 if None.
-            position_ids: (B, N) int64, from `config.first_position` on; if None, they count the valid tokens.
+            position_ids: (B, N) int64, from `config.first_position` on; if None, they count the valid tokens, and go
+                on where a cache has ended.
             output_attentions: return the N×N map of each head, which takes memory quadratic in N.
             attention_rows: (R,) or (B, R) int64; with `output_attentions`, only the rows of the map of these tokens,
                 in memory linear in N.
-            past_key_values, use_cache: of causal families alone.
+            past_key_values, use_cache: of causal families alone: the recurrent states to go on from, and whether to
+                return them; a new cache is made if there is none.
             output_token_places: for heads, see `BaseModelOutput`.
 
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
@@ -234,8 +249,9 @@ class BaseModel(BasePreTrainedModel):
         reject_arguments(type(self).__name__, kwargs)
         cache = self._cache(past_key_values, use_cache)
         inputs = require_one_input(input_ids, inputs_embeds)
-        tables = self.embeddings.word_embeddings.num_embeddings, self.embeddings.position_embeddings.num_embeddings
-        shape = check_inputs(self.config, inputs, token_type_ids, position_ids, *tables)
+        seen = read_state(cache, 0, State.TOKENS)
+        num_words = self.embeddings.word_embeddings.num_embeddings
+        shape = check_inputs(self.config, inputs, token_type_ids, position_ids, num_words, seen)
         if input_ids is not None and not input_ids.is_meta:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         if output_attentions is None:
@@ -244,18 +260,23 @@ class BaseModel(BasePreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
 
         mask = key_mask(attention_mask, *shape, has_cache=cache is not None)
-        if has_seen_tokens(cache) and position_ids is None and (mask is None or mask.shape[1] == shape[1]):
+        if seen is not None and output_attentions:
             raise ValueError(
-                "past_key_values holds the state of tokens before these: give an attention_mask of the tokens before "
-                "and these, or position_ids."
+                "output_attentions needs all tokens at once, and past_key_values holds but the sum of those before: "
+                "use use_cache=False."
             )
         # A map has rows and columns of all N tokens.
         pack = self.config.unpad_inputs and not output_attentions
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache)
+        limit = self.config.max_position_embeddings
+        if seen is not None and position_ids is None and limit is not None:
+            check_positions(batch.positions, limit)
         if output_attentions:
             batch.maps = AttentionMaps(None if attention_rows is None else batch.rank_of(attention_rows))
         embeddings = self.embeddings(inputs, batch, token_type_ids, position_ids)
         last, states = self.encoder(embeddings, batch, bool(output_hidden_states))
+        if cache is not None:
+            add_tokens(cache, batch.given_mask, shape, inputs.device)
         return BaseModelOutput(
             last_hidden_state=last,
             pooler_output=None if self.pooler is None else self.pooler(last, batch.given_mask),
@@ -270,16 +291,25 @@ class BaseModel(BasePreTrainedModel):
         if not self.config.is_decoder:
             reject_cache(type(self).__name__, past_key_values, use_cache)
             return None
-        if past_key_values is None and use_cache:
-            return DynamicCache(config=self.config)
-        return past_key_values if use_cache is not False else None
+        if use_cache is False:
+            return None
+        if self.training and self.encoder.gradient_checkpointing and (use_cache or past_key_values is not None):
+            logger.warning_once("use_cache=True does not go with gradient checkpointing: set to False.")
+            return None
+        if past_key_values is None:
+            return DynamicCache(config=self.config) if use_cache else None
+        require_recurrent(past_key_values, self.config.num_hidden_layers, type(self).__name__)
+        return past_key_values
 
 
 class Pooler(nn.Module):
+    """A state for a row, of its first token; in a causal model of its last, the only one that has seen all."""
+
     def __init__(self, config: BaseConfig):
         super().__init__()
+        self.pooling = "last" if config.is_decoder else "first"
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = nn.Tanh()
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        return self.activation(self.dense(pool(hidden_states, attention_mask, "first")))
+        return self.activation(self.dense(pool(hidden_states, attention_mask, self.pooling)))

@@ -8,18 +8,17 @@ heads, it comes before the linear layers: E (X W) + b = (E X) W + b, and K rows 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import initialization as init
 
-from .attention_linformer import project, projection_matrix, slot_mask, slots_map
+from .attention_linformer import slot_mask, slots_map
 from .batch import Batch
 from .configuration_linformer import LinformerConfig
 from .layers import LayerStack
 from .modeling_base import BaseModel, BasePreTrainedModel
 from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
 from .self_attention import SelfAttention
+from .sequence_projection import SequenceProjection
 from .task_heads import (
     BaseForMultipleChoice,
     BaseForQuestionAnswering,
@@ -29,36 +28,16 @@ from .task_heads import (
 from .token_layout import split_heads
 
 
-class SequenceProjection(nn.Module):
-    """E or F: a (k, N) matrix for "linear", ceil(N / k) taps for "conv", with a leading axis if each head has its own;
-    nothing for pooling."""
-
-    def __init__(self, config: LinformerConfig, projected_dim: int, by_head: bool = False):
-        super().__init__()
-        self.projection_type = config.projection_type
-        length = config.max_position_embeddings
-        self.kernel_size = None if self.projection_type == "linear" else -(-length // projected_dim)
-        shape = (self.kernel_size,) if self.kernel_size else (projected_dim, length)
-        # As in the authors' code (Xavier with gain 1/√2): projected tokens then have about the size of tokens.
-        self.std = sum(shape) ** -0.5
-        self.weight = None
-        if self.projection_type in ("linear", "conv"):
-            self.weight = nn.Parameter(torch.empty((config.num_attention_heads, *shape) if by_head else shape))
-
-    def forward(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
-        """Tokens by rank, (B, N, C) or (B, H, N, D), -> slots (B, K', C) or (B, H, K', D), see `project`.
-
-        as_matrix: instead, what acts on the tokens, (1 or B, 1 or H, K', N), see `projection_matrix`.
-        """
-        arguments = (states, self.weight, self.projection_type, self.kernel_size, lengths)
-        return projection_matrix(*arguments).clone() if as_matrix else project(*arguments)
-
-
 class LinformerPlan(NamedTuple):
     """lengths: (B,) int64, valid tokens of each row; None if all rows are full. projection: what all layers share."""
 
     lengths: Tensor | None
     projection: Callable[..., Tensor] | None
+
+
+def make_projection(config: LinformerConfig, projected_dim: int, by_head: bool = False) -> SequenceProjection:
+    num_heads = config.num_attention_heads if by_head else None
+    return SequenceProjection(config.projection_type, projected_dim, config.max_position_embeddings, num_heads)
 
 
 class LinformerSelfAttention(SelfAttention):
@@ -71,9 +50,9 @@ class LinformerSelfAttention(SelfAttention):
         if config.shares_projection_between_layers:
             return
         projected_dim = config.layer_projected_dim(layer_idx)
-        self.key_projection = SequenceProjection(config, projected_dim, by_head)
+        self.key_projection = make_projection(config, projected_dim, by_head)
         if config.has_projection_weights and config.share_projection != "key_value":
-            self.value_projection = SequenceProjection(config, projected_dim, by_head)
+            self.value_projection = make_projection(config, projected_dim, by_head)
 
     def attend(self, hidden_states: Tensor, batch: Batch) -> Tensor:
         lengths, shared = batch.plan
@@ -135,7 +114,7 @@ class LinformerStack(LayerStack):
         super().__init__(config, self_attention_class)
         self.sequence_projection = None
         if config.shares_projection_between_layers and config.num_hidden_layers:
-            self.sequence_projection = SequenceProjection(config, config.layer_projected_dim(0))
+            self.sequence_projection = make_projection(config, config.layer_projected_dim(0))
 
     def plan(self, batch: Batch) -> LinformerPlan:
         lengths = None if batch.mask is None else batch.mask.sum(dim=-1)
@@ -154,12 +133,6 @@ class LinformerPreTrainedModel(BasePreTrainedModel):
     self_attention_class = LinformerSelfAttention
     stack_class = LinformerStack
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, SequenceProjection) and module.weight is not None:
-            init.normal_(module.weight, mean=0.0, std=module.std)
-
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """As the base class; the columns of linear projections are repeated or cut with the positions.
 
@@ -173,9 +146,7 @@ class LinformerPreTrainedModel(BasePreTrainedModel):
         super().resize_position_embeddings(new_num_position_embeddings)
         for module in self.modules():
             if isinstance(module, SequenceProjection):
-                columns = torch.arange(new_num_position_embeddings, device=module.weight.device)
-                weight = module.weight.detach()[..., columns % module.weight.shape[-1]]
-                module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+                module.resize(new_num_position_embeddings)
 
 
 class LinformerModel(BaseModel, LinformerPreTrainedModel):

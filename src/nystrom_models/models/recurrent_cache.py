@@ -1,35 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a recurrent layer in Transformers' own cache, for causal families.
+"""The states of recurrent layers in Transformers' own cache, for causal families.
 
-A configuration with `layer_types = ["linear_attention"] * num_hidden_layers` makes `DynamicCache(config=config)` hold
-such states.
+A configuration with `layer_types = ["linear_attention"] * num_hidden_layers` makes `DynamicCache(config=config)` and
+`StaticCache` hold such states, `number_of_conv_states` for each layer. Their size does not depend on the tokens seen.
+
+States carry no gradient: a backward pass ends at the tokens of its own call.
+
+Legend: B batch, N tokens of a call.
 """
 
+from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 
-def _layer(cache: Cache, layer_idx: int) -> Any:
-    return cache.layers[layer_idx]
+class State(IntEnum):
+    """What is kept for a layer, by the number under which the cache keeps it."""
+
+    SUMS = 0  # of its attention
+    TAPS = 1  # the last values, which its convolution will see again
+    TOKENS = 2  # (B, 2) int64, in the first layer alone: valid tokens seen, and columns of the batches they came in
 
 
-def has_seen_tokens(cache: Cache | None) -> bool:
-    """Whether there is a state in the cache."""
-    return cache is not None and any(_layer(cache, index).has_previous_state[0] for index in range(len(cache)))
-
-
-def recurrent_state(cache: Cache | None, layer_idx: int) -> Tensor | None:
-    """The state that a layer has left in the cache; None if it has seen no token."""
-    if cache is None or not _layer(cache, layer_idx).has_previous_state[0]:
+def read_state(cache: Cache | None, layer_idx: int, state: State) -> Tensor | None:
+    """What a layer has kept in the cache; None if it has seen no token."""
+    if cache is None:
         return None
-    return _layer(cache, layer_idx).recurrent_states[0]
+    layer: Any = cache.layers[layer_idx]
+    if not layer.has_previous_state[state]:
+        return None
+    kept = layer.recurrent_states[state]
+    # The cache is written over, which a backward pass must not see.
+    return kept.clone() if torch.is_grad_enabled() else kept
 
 
-def update_recurrent_state(cache: Cache | None, layer_idx: int, state: Tensor) -> None:
+def write_state(cache: Cache | None, layer_idx: int, state: State, value: Tensor) -> None:
     """Keep a layer's state in the cache, if there is one."""
-    if cache is not None:
-        cache.update_recurrent_state(state, layer_idx)
-        # Transformers says so for states of convolutions alone.
-        _layer(cache, layer_idx).has_previous_state[0] = True
+    if cache is None:
+        return
+    layer: Any = cache.layers[layer_idx]
+    if layer.device is None:
+        # Transformers does both for states of convolutions alone.
+        layer.device, layer.dtype = value.device, value.dtype
+    layer.has_previous_state[state] = True
+    cache.update_recurrent_state(value.detach(), layer_idx, int(state))
+
+
+def columns_seen(cache: Cache | None) -> int:
+    """Columns of the batches that the cache has seen, padding included. On a GPU the host waits for the number."""
+    tokens = read_state(cache, 0, State.TOKENS)
+    return 0 if tokens is None else int(tokens[0, 1])
+
+
+def add_tokens(cache: Cache, mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    """Count the tokens of a call: of rows of `shape`, those that a mask (B, N) calls valid; all if it is None."""
+    batch, length = shape
+    columns = torch.full((batch,), length, device=device)
+    added = torch.stack([columns if mask is None else mask.sum(dim=-1), columns], dim=1)
+    before = read_state(cache, 0, State.TOKENS)
+    write_state(cache, 0, State.TOKENS, added if before is None else before + added)
+
+
+def require_recurrent(cache: Cache, num_layers: int, name: str) -> None:
+    """Raises ValueError for a cache that cannot hold the states of the model called `name`."""
+    layers = getattr(cache, "layers", ())
+    fits = len(layers) == num_layers and all(
+        isinstance(layer, LinearAttentionCacheLayerMixin) and layer.number_of_states >= len(State) for layer in layers
+    )
+    if not fits:
+        raise ValueError(
+            f"past_key_values cannot hold the recurrent states of {name}: leave it out with use_cache=True, or make "
+            "it by DynamicCache(config=model.config)."
+        )

@@ -4,13 +4,16 @@
 Legend: B batch, N tokens of a row, C = H·D hidden size, H heads, D head size.
 """
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .batch import Batch
 from .configuration_base import BaseConfig
 from .cpu_blocks import has_hooks
 from .depthwise_convolution import DepthwiseConvolution
 from .masked_attention import Attend, attend_by_name
+from .recurrent_cache import State, read_state, write_state
 from .token_layout import merge_heads, split_heads
 
 
@@ -53,9 +56,28 @@ class SelfAttention(nn.Module):
         """The convolution of the values (B, H, N, D), if there is one, to be added to the context."""
         if self.conv is None:
             return None
-        skip = self.conv(self.without_padding(value, batch))
+        value = self.without_padding(value, batch)
+        skip = self.convolve_causally(value, batch) if self.config.is_decoder else self.conv(value)
         # The attention may be written over it, which nobody must see who keeps what a hook was given.
         return skip.clone() if has_hooks(self.conv) else skip
+
+    def convolve_causally(self, value: Tensor, batch: Batch) -> Tensor:
+        """The convolution of a causal family: the last tap lies on the token itself.
+
+        value: (B, H, N, D), zero at padding, which comes last. The last values are kept in the batch's cache.
+        """
+        reach = self.config.conv_kernel_size - 1
+        length = value.shape[2]
+        before = read_state(batch.cache, self.layer_idx, State.TAPS)
+        value = F.pad(value, (0, 0, reach, 0)) if before is None else torch.cat([before, value], dim=2)
+        if batch.cache is not None:
+            if batch.mask is None:
+                taps = value[:, :, length:]
+            else:
+                index = batch.mask.sum(dim=-1)[:, None] + torch.arange(reach, device=value.device)
+                taps = value.gather(2, index[:, None, :, None].expand(-1, value.shape[1], -1, value.shape[3]))
+            write_state(batch.cache, self.layer_idx, State.TAPS, taps)
+        return self.conv(value).narrow(2, reach // 2, length)
 
     @staticmethod
     def without_padding(value: Tensor, batch: Batch) -> Tensor:

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal models: a generated token over the length of the context, prefill, and a training step.
+
+Ours, a linear transformer, beside a GPT-2 of the same size with exact attention (PyTorch's
+`scaled_dot_product_attention`) and its key-value cache: the one that `generate` makes by default, and a static one,
+which is as long as it has to be and is not copied when it grows. Both run the same loop: a call of the model for one
+token, the most likely token from its logits. Weights are random.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel, StaticCache
+
+from benchmarks.measure import interleave, spread
+from benchmarks.runners import peak_memory
+from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
+
+LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 1000
+OURS, GROWING, STATIC = "linear transformer", "GPT-2, its cache", "GPT-2, static cache"
+PREFILL_CHUNK = 8192
+DEFAULT_LENGTHS = {
+    "decode": [1024, 2048, 8192, 32768, 131072],
+    "prefill": [2048, 8192, 32768],
+    "train": [1024, 4096, 16384, 65536],
+}
+# Where exact attention would take minutes a sample.
+LONGEST_EXACT = {"decode": 32768, "prefill": 32768, "train": 16384}
+
+
+class Place(NamedTuple):
+    """Where models are, and the dtype of their weights."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+def linear_transformer(place: Place) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LinearTransformerConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * WIDTH,
+        hidden_dropout_prob=0.0,
+        is_decoder=True,
+        position_embedding_type="sinusoidal",
+    )
+    return LinearTransformerForCausalLM(config).to(*place).eval()
+
+
+def gpt2(length: int, place: Place) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=length,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).to(*place).eval()
+
+
+def random_tokens(length: int, place: Place) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(5, VOCABULARY, (1, length), generator=generator).to(place.device)
+
+
+def bytes_of(cache: object) -> int:
+    """Bytes of all tensors in a cache."""
+    tensors = []
+    for layer in cache.layers:
+        states = getattr(layer, "recurrent_states", None)
+        tensors += [layer.keys, layer.values] if states is None else [s for s in states.values() if s is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@torch.no_grad()
+def check(device: str) -> None:
+    """Raises RuntimeError unless the recurrent model's steps give what it gives for the whole sequence."""
+    place = Place(device)
+    model, ids = linear_transformer(place), random_tokens(80, place)
+    whole = model(ids).logits[:, 64:]
+    cache = model(ids[:, :64], use_cache=True).past_key_values
+    steps = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(64, 80)], dim=1)
+    if (steps - whole).abs().max() > 1e-5 * whole.abs().max():
+        raise RuntimeError("The steps of the recurrence differ from the whole sequence: no time would mean anything.")
+
+
+# ---- a generated token ----
+
+
+class Decoder:
+    """A model after a context. Calling it generates a token more; at most `room` of them."""
+
+    def __init__(self, model: PreTrainedModel, cache: object):
+        self.model, self.cache = model, cache
+        self.token = torch.full((1, 1), 7, device=model.device)
+        self.place = None
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        given = {}
+        if self.place is not None:
+            given = {"position_ids": torch.tensor([[self.place]], device=self.token.device)}
+            self.place += 1
+        out = self.model(self.token, past_key_values=self.cache, use_cache=True, **given)
+        self.token = out.logits[:, -1:].argmax(dim=-1)
+
+
+@torch.no_grad()
+def recurrent_decoder(length: int, place: Place) -> Decoder:
+    model, ids, cache = linear_transformer(place), random_tokens(length, place), None
+    for part in ids.split(PREFILL_CHUNK, dim=1):
+        cache = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    return Decoder(model, cache)
+
+
+def exact_decoder(length: int, static: bool, room: int, place: Place) -> Decoder:
+    """With random keys and values in the cache: times do not depend on what they are."""
+    model = gpt2(length + room, place)
+    cache = StaticCache(model.config, max_cache_len=length + room) if static else DynamicCache(config=model.config)
+    shape = (1, HEADS, length, WIDTH // HEADS)
+    for layer in range(LAYERS):
+        keys, values = (torch.randn(shape, device=place.device, dtype=place.dtype) for _ in range(2))
+        cache.update(keys, values, layer)
+    decoder = Decoder(model, cache)
+    decoder.place = length if static else None
+    return decoder
+
+
+def decode(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
+    # Each sample is at most 50 calls, after one not timed, and two estimates.
+    room = 51 * repeats + 2
+    decoders = {OURS: recurrent_decoder(length, place)}
+    if length <= longest_exact:
+        decoders[GROWING] = exact_decoder(length, False, room, place)
+        decoders[STATIC] = exact_decoder(length, True, room, place)
+    sizes = {name: bytes_of(decoder.cache) for name, decoder in decoders.items()}
+    samples = interleave(dict(decoders), repeats=repeats, max_seconds=max_seconds, device=place.device)
+    return [row(name, length, samples, state_bytes=sizes[name]) for name in decoders]
+
+
+# ---- prefill and training ----
+
+
+def prefill(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
+    """From token ids to the logits of the last token, and the cache."""
+
+    def caller(model: PreTrainedModel) -> Callable[[], object]:
+        def call():
+            with torch.no_grad():
+                return model(random_tokens(length, place), use_cache=True, logits_to_keep=1)
+
+        return call
+
+    calls = {OURS: caller(linear_transformer(place))}
+    if length <= longest_exact:
+        calls[GROWING] = caller(gpt2(length, place))
+    samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device=place.device)
+    return [row(name, length, samples) for name in calls]
+
+
+def train(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
+    """Forward and backward pass of one row, with the loss."""
+
+    def caller(model: PreTrainedModel) -> Callable[[], object]:
+        model.train()
+
+        def call():
+            model.zero_grad()
+            ids = random_tokens(length, place)
+            model(ids, labels=ids, use_cache=False).loss.backward()
+
+        return call
+
+    calls = {OURS: caller(linear_transformer(place))}
+    if length <= longest_exact:
+        calls[GROWING] = caller(gpt2(length, place))
+    samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device=place.device)
+    # Gradients are there from the first call on.
+    return [row(name, length, samples, peak_bytes=peak_memory(call, place.device)) for name, call in calls.items()]
+
+
+MEASURES: dict[str, Callable[..., list[dict]]] = {"decode": decode, "prefill": prefill, "train": train}
+
+
+# ---- results ----
+
+
+def row(name: str, length: int, samples: dict[str, list[float | None]], **more: int) -> dict:
+    seconds = [value for value in samples[name] if value is not None]
+    own = samples[OURS]
+    ratios = [theirs / ours for theirs, ours in zip(samples[name], own, strict=True) if theirs and ours]
+    return {"contender": name, "length": length, "seconds": spread(seconds), "times_ours": spread(ratios), **more}
+
+
+def measure(
+    what: str, lengths: list[int] | None, repeats: int, max_seconds: float, report: Callable, place: Place
+) -> list[dict]:
+    rows = []
+    for length in lengths or DEFAULT_LENGTHS[what]:
+        rows += copy.deepcopy(MEASURES[what](length, repeats, max_seconds, LONGEST_EXACT[what], place))
+        report(f"{what} at {length}: done")
+    return rows
+
+
+TITLES = {
+    "decode": "A generated token after n tokens of context",
+    "prefill": "Prefill of n tokens",
+    "train": "A training step of one row of n tokens, forward and backward",
+}
+
+
+def table(what: str, rows: list[dict]) -> str:
+    lines = [
+        f"{TITLES[what]}: {LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}",
+        f"{'n':>8}  {'model':<20} {'ms':>10} {'quartiles':>17} {'tokens/s':>11} {'times ours':>11}"
+        + ("  cache, KiB" if what == "decode" else "  peak, MiB" if what == "train" else ""),
+    ]
+    for item in rows:
+        times = {name: value * 1e3 for name, value in item["seconds"].items()}
+        tokens = 1 if what == "decode" else item["length"]
+        line = f"{item['length']:>8,}  {item['contender']:<20} {times['median']:>10.4g} "
+        line += f"{times['lower_quartile']:>8.4g} {times['upper_quartile']:>8.4g} "
+        line += f"{tokens / item['seconds']['median']:>11,.0f} {item['times_ours']['median']:>11.3g}"
+        if "state_bytes" in item:
+            line += f"  {item['state_bytes'] / 2**10:>10,.0f}"
+        if "peak_bytes" in item:
+            line += f"  {item['peak_bytes'] / 2**20:>9,.0f}"
+        lines.append(line)
+    return "\n".join(lines)

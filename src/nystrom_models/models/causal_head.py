@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The head of causal families: the next token, and generation through recurrent states.
+
+Legend: B batch, N tokens, C hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_base import BaseConfig
+from .input_checks import require_labels
+from .losses import IGNORED
+from .modeling_base import BasePreTrainedModel
+from .recurrent_cache import columns_seen
+from .token_layout import positions_by_rank, token_ranks
+
+
+class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
+    auto_names = ("AutoModelForCausalLM",)
+    # A state cannot be taken back: Transformers then refuses assisted decoding, by name.
+    _is_stateful = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._tied_weights_keys = {"lm_head.weight": f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: BaseConfig):
+        if not config.is_decoder:
+            raise ValueError(
+                f"{type(self).__name__} predicts the next token, and its configuration describes an encoder, which "
+                f"sees it: use {type(config).__name__}(is_decoder=True)."
+            )
+        super().__init__(config)
+        self.add_base_model()
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple | CausalLMOutputWithPast:
+        """
+        Args:
+            labels: (B, N) int64, the tokens themselves: each is predicted by the valid token before it. -100 where
+                none is to be predicted; at padding, none is.
+            use_cache: whether to return the states to go on from; `config.use_cache` if None, but not while training.
+            logits_to_keep: logits of so many last tokens alone, or of the tokens at these places, (K,) int64; of all
+                if 0.
+            shift_labels: (B, N) int64, instead of labels: at each token what it is to predict, where the next token
+                is elsewhere (sequence parallelism).
+            num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
+            The others: see the base model.
+
+        Returns: loss, logits (B, N or K, V), past_key_values and what the base model gives on request.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        outputs = self.base_model(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            output_attentions,
+            output_hidden_states,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        states = outputs.last_hidden_state
+        targets = labels if shift_labels is None else shift_labels
+        if targets is not None:
+            self._check_labels(targets, states, logits_to_keep)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(states[:, kept])
+        loss = None
+        if targets is not None:
+            if shift_labels is None:
+                targets = next_labels(labels, attention_mask)
+            if num_items_in_batch is None:
+                # 0 instead of 0 / 0 where no label counts.
+                num_items_in_batch = (targets != IGNORED).sum().clamp_min(1)
+            loss = self.loss_function(
+                logits, None, self.config.vocab_size, num_items_in_batch=num_items_in_batch, shift_labels=targets
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _check_labels(self, labels: Tensor, states: Tensor, logits_to_keep: int | Tensor) -> None:
+        if labels.shape != states.shape[:2]:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, but must be (batch, length) = {tuple(states.shape[:2])}."
+            )
+        if not isinstance(logits_to_keep, int) or logits_to_keep:
+            raise ValueError("logits_to_keep keeps logits that labels need: leave out one of the two.")
+        require_labels(labels, self.config.vocab_size, "labels", "vocab_size")
+
+    # ---- generation ----
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in Transformers. Of the mask, the part of the tokens of this call alone is handed on, because the states
+        hold all that matters of those before, and nothing then grows with the sequence."""
+        # GenerationMixin types its methods for a class of its own.
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids,  # type: ignore[arg-type]
+            next_sequence_length=next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        inputs["past_key_values"] = past_key_values
+        tokens = inputs["inputs_embeds"] if inputs.get("inputs_embeds") is not None else inputs["input_ids"]
+        # A token that was generated is no padding.
+        if attention_mask is not None and (tokens.shape[1] > 1 or is_first_iteration):
+            inputs["attention_mask"] = attention_mask[:, -tokens.shape[1] :].contiguous().to(tokens.device)
+        return inputs
+
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool = True,
+    ) -> CausalLMOutputWithPast:
+        """As in Transformers, which would ask a cache of attention keys for its length: the tokens of the prompt that
+        the cache has not seen, in parts of `prefill_chunk_size` if it is given.
+
+        Raises ValueError for a prompt that does not go on where the cache has ended.
+        """
+        embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
+        given = (input_ids if embeds is None else embeds).shape[1]
+        start = self._first_new_token(given, generation_config, model_kwargs)
+        mask = model_kwargs.get("attention_mask")
+        before = 0 if mask is None else mask.shape[1] - given
+        size = generation_config.prefill_chunk_size or given - start
+        for first in range(start, given, size):
+            last = min(first + size, given)
+            part = dict(model_kwargs)
+            for name in ("position_ids", "token_type_ids"):
+                if part.get(name) is not None:
+                    part[name] = part[name][..., : part[name].shape[-1] - given + last]
+            part["attention_mask"] = None if mask is None else mask[:, : before + last]
+            part["inputs_embeds"] = None if embeds is None else embeds[:, :last]
+            inputs = self.prepare_inputs_for_generation(
+                input_ids if embeds is not None else input_ids[:, :last],
+                next_sequence_length=last - first,
+                is_first_iteration=is_first_iteration,
+                **part,
+            )
+            outputs = self(**inputs, return_dict=True)
+        return outputs
+
+    def _first_new_token(self, given: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+        """The place in a prompt of `given` tokens of the first that the cache has not seen."""
+        seen = columns_seen(model_kwargs.get("past_key_values"))
+        if seen == 0:
+            return 0
+        mask = model_kwargs.get("attention_mask")
+        # A mask of ones has been left out, and its length kept.
+        length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
+        if length == given and given > seen:
+            return seen
+        if length == seen + given:
+            return 0
+        raise ValueError(
+            f"past_key_values has seen {seen} tokens, and {given} are given: give these {seen} and the new ones, or "
+            f"the new ones alone with an attention_mask of {seen} and these tokens."
+        )
+
+
+def next_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """At each valid token the label of the next valid one, (B, N), -100 elsewhere.
+
+    labels: (B, N) int64. attention_mask: (B, N or more, of which the last count), not 0 at valid tokens.
+    """
+    if attention_mask is None:
+        return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    mask = (attention_mask[:, -labels.shape[1] :] != 0).to(labels.device)
+    lengths = mask.sum(dim=-1, keepdim=True)
+    ranked = labels.gather(1, positions_by_rank(mask))
+    ranked = ranked.masked_fill(torch.arange(labels.shape[1], device=labels.device) >= lengths, IGNORED)
+    following = nn.functional.pad(ranked[:, 1:], (0, 1), value=IGNORED)
+    return following.gather(1, token_ranks(mask)).masked_fill(~mask, IGNORED)

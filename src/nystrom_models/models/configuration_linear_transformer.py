@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of linear transformers."""
+
+from typing import ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_base import BaseConfig, require_odd_kernel, require_one_of
+
+FEATURE_MAPS = ("elu", "relu", "hedgehog")
+POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal")
+
+
+@strict
+class LinearTransformerConfig(BaseConfig):
+    r"""
+    Configuration of a linear transformer (Katharopoulos et al. 2020, arXiv:2006.16236): an encoder, or with
+    `is_decoder=True` a causal model, which reads and writes with states of fixed size.
+
+    Args:
+        is_decoder (`bool`, defaults to `False`): whether a token attends to those up to itself alone.
+        feature_map (`str`, defaults to `"elu"`): φ of queries and keys: `"elu"` (elu + 1, the paper's), `"relu"`, or
+            `"hedgehog"`, learned for each head (softmax of ±Wx; Zhang et al. 2024, arXiv:2402.04347), with twice as
+            many features.
+        position_embedding_type (`str`, defaults to `"learned"`): `"learned"`, or `"sinusoidal"`, which has no longest
+            sequence.
+        max_position_embeddings (`int`, *optional*): the longest sequence, in tokens; if `None`, 512 with learned
+            positions and no limit with sinusoidal ones. A model that reads in parts counts the tokens of all parts.
+        conv_kernel_size (`int` or `None`, defaults to `None`): odd kernel of a depthwise convolution of V along the
+            tokens, which is added to the attention's output, as in a Nyströmformer; with `is_decoder=True`, of a
+            token and those before it. `None` for none.
+        projected_dim (`int`, *optional*): of an encoder, slots that φ(K) and V are projected to along the tokens, by
+            one learned projection a layer, as in a Linformer. It costs time instead of saving it, and nothing keeps
+            the normaliser positive: it is here to be compared with.
+        layer_norm_position (`str`, *optional*): as in `BaseConfig`; if `None`, `"pre"` with `is_decoder=True`, else
+            `"post"`.
+        classifier_pooling (`str`, *optional*): as in `BaseConfig`; if `None`, `"last"` with `is_decoder=True`, else
+            `"first"`.
+        attention_probs_dropout_prob (`float`, defaults to 0): must be 0, for there are no weights to drop.
+        use_cache (`bool`, defaults to `True`): whether the causal model returns its states when it is not trained.
+        The others: see `BaseConfig`.
+
+    Raises `ValueError` for fields that contradict each other.
+
+    Example:
+
+    ```python
+    >>> from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
+
+    >>> config = LinearTransformerConfig(is_decoder=True, position_embedding_type="sinusoidal")
+    >>> model = LinearTransformerForCausalLM(config)
+    ```
+    """
+
+    model_type = "linear_transformer"
+    may_be_causal: ClassVar[bool] = True
+    # Sums, taps of the convolution, tokens seen: as many states as `recurrent_cache.State` names.
+    number_of_conv_states: ClassVar[int] = 3
+
+    feature_map: str = "elu"
+    position_embedding_type: str = "learned"
+    max_position_embeddings: int | None = None
+    conv_kernel_size: int | None = None
+    projected_dim: int | None = None
+    layer_norm_position: str | None = None
+    classifier_pooling: str | None = None
+    attention_probs_dropout_prob: float | int = 0.0
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs):
+        if self.max_position_embeddings is None and self.position_embedding_type == "learned":
+            self.max_position_embeddings = 512
+        if self.layer_norm_position is None:
+            self.layer_norm_position = "pre" if self.is_decoder else "post"
+        if self.classifier_pooling is None:
+            self.classifier_pooling = "last" if self.is_decoder else "first"
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What Transformers makes the layers of a cache by."""
+        return ["linear_attention"] * self.num_hidden_layers
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        require_one_of("feature_map", self.feature_map, FEATURE_MAPS)
+        require_one_of("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDING_TYPES)
+        require_odd_kernel(self.conv_kernel_size)
+        if self.max_position_embeddings is None and self.position_embedding_type == "learned":
+            raise ValueError(
+                'position_embedding_type="learned" has a table of max_position_embeddings rows: give a number, or use '
+                '"sinusoidal".'
+            )
+        if self.attention_probs_dropout_prob:
+            raise ValueError(
+                f"attention_probs_dropout_prob={self.attention_probs_dropout_prob} cannot be honoured, for linear "
+                "attention has no weights to drop: use 0, and hidden_dropout_prob."
+            )
+        if self.projected_dim is None:
+            return
+        if self.is_decoder:
+            raise ValueError(
+                f"projected_dim={self.projected_dim} mixes tokens with later ones: use None with is_decoder=True."
+            )
+        if self.max_position_embeddings is None or not 1 <= self.projected_dim <= self.max_position_embeddings:
+            raise ValueError(
+                f"projected_dim={self.projected_dim} must lie between 1 and max_position_embeddings="
+                f"{self.max_position_embeddings}, which it needs as a number."
+            )
+
+
+__all__ = ["LinearTransformerConfig"]

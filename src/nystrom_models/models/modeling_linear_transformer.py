@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear transformers (Katharopoulos et al. 2020, arXiv:2006.16236): encoders, and causal models that generate."""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_linear import (
+    causal_linear_attention,
+    elu_features,
+    hedgehog_features,
+    linear_attention,
+    linear_attention_map,
+    relu_features,
+)
+from .batch import Batch
+from .causal_head import BaseForCausalLM
+from .configuration_linear_transformer import LinearTransformerConfig
+from .modeling_base import BaseModel, BasePreTrainedModel
+from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
+from .recurrent_cache import State, read_state, write_state
+from .self_attention import SelfAttention
+from .sequence_projection import SequenceProjection
+from .task_heads import (
+    BaseForMultipleChoice,
+    BaseForQuestionAnswering,
+    BaseForSequenceClassification,
+    BaseForTokenClassification,
+)
+
+# The `attn_implementation` that computes causal attention in Triton kernels, where the package is installed.
+KERNELS = "linear_triton"
+
+FEATURES = {"elu": elu_features, "relu": relu_features}
+
+
+class HedgehogFeatures(nn.Module):
+    """The learned feature map of each head; at first, W is the identity."""
+
+    def __init__(self, config: LinearTransformerConfig):
+        super().__init__()
+        dim = config.hidden_size // config.num_attention_heads
+        self.weight = nn.Parameter(torch.empty(config.num_attention_heads, dim, dim))
+
+    def initialize_parameters(self) -> None:
+        init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(B, H, N, D) -> (B, H, N, 2 D)."""
+        return hedgehog_features(states, self.weight)
+
+
+class LinearTransformerSelfAttention(SelfAttention):
+    def __init__(self, config: LinearTransformerConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.query_features = self.key_features = FEATURES.get(config.feature_map)
+        if config.feature_map == "hedgehog":
+            self.query_features, self.key_features = HedgehogFeatures(config), HedgehogFeatures(config)
+        self.projection = None
+        if config.projected_dim is not None:
+            length = config.max_position_embeddings
+            self.projection = SequenceProjection("linear", config.projected_dim, length, positive=True)
+
+    def attend(self, hidden_states: Tensor, batch: Batch) -> Tensor:
+        query, key, value = (
+            self.in_heads(linear(hidden_states), batch) for linear in (self.query, self.key, self.value)
+        )
+        query, key = self.query_features(query), self.key_features(key)
+        skip, mask = self.convolve(value, batch), batch.mask
+        matrix = None
+        if self.projection is not None:
+            lengths = None if mask is None else mask.sum(dim=-1)
+            if batch.maps is not None:
+                matrix = self.projection(value, lengths, as_matrix=True)
+            if mask is not None:
+                key = key.masked_fill(~mask[:, None, :, None], 0)
+            key = self.projection(key, lengths)
+            value = self.projection(self.without_padding(value, batch), lengths)
+            mask = None
+        if batch.maps is not None:
+            rows, causal = batch.maps.rows, self.config.is_decoder
+            attention_map = linear_attention_map(query, key, mask, causal=causal, rows=rows)
+            attention_map = batch.record(attention_map if matrix is None else attention_map @ matrix)
+            if rows is None and self.is_eager and matrix is None:
+                # Through the map that is returned, so that gradients reach it.
+                context = attention_map @ value
+                return context if skip is None else context + skip
+        if self.config.is_decoder:
+            before = read_state(batch.cache, self.layer_idx, State.SUMS)
+            if self.config._attn_implementation == KERNELS:
+                attend = ALL_ATTENTION_FUNCTIONS[KERNELS]
+                context, state = attend(self, query, key, value, mask, state=before, causal=True)
+                context = context.transpose(1, 2)
+            else:
+                context, state = causal_linear_attention(query, key, value, mask, before)
+            write_state(batch.cache, self.layer_idx, State.SUMS, state)
+        else:
+            context = linear_attention(query, key, value, mask)
+        return context if skip is None else context + skip
+
+
+class LinearTransformerPreTrainedModel(BasePreTrainedModel):
+    config: LinearTransformerConfig
+    config_class = LinearTransformerConfig
+    base_model_prefix = "linear_transformer"
+    self_attention_class = LinearTransformerSelfAttention
+    kernels = KERNELS
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """As the base class; the columns of projections are repeated or cut with the positions."""
+        super().resize_position_embeddings(new_num_position_embeddings)
+        for module in self.modules():
+            if isinstance(module, SequenceProjection):
+                module.resize(new_num_position_embeddings)
+
+
+class LinearTransformerModel(BaseModel, LinearTransformerPreTrainedModel):
+    """Linear transformer, with a pooler over its first token (causal: its last) unless `add_pooling_layer=False`."""
+
+
+class LinearTransformerForCausalLM(BaseForCausalLM, LinearTransformerPreTrainedModel):
+    """Linear transformer that predicts the next token, and generates with a state of fixed size."""
+
+
+class LinearTransformerForPreTraining(BaseForPreTraining, LinearTransformerPreTrainedModel):
+    """Linear transformer with a masked language modelling head and a sentence order head."""
+
+
+class LinearTransformerForMaskedLM(BaseForMaskedLM, LinearTransformerPreTrainedModel):
+    """Linear transformer with a masked language modelling head."""
+
+
+class LinearTransformerForSequenceClassification(BaseForSequenceClassification, LinearTransformerPreTrainedModel):
+    """Linear transformer with a classification or regression head over its first token (causal: its last)."""
+
+
+class LinearTransformerForTokenClassification(BaseForTokenClassification, LinearTransformerPreTrainedModel):
+    """Linear transformer with a classification head over every token."""
+
+
+class LinearTransformerForQuestionAnswering(BaseForQuestionAnswering, LinearTransformerPreTrainedModel):
+    """Linear transformer with a head for the first and the last token of an answer."""
+
+
+class LinearTransformerForMultipleChoice(BaseForMultipleChoice, LinearTransformerPreTrainedModel):
+    """Linear transformer with a head that scores each of several choices."""
+
+
+__all__ = [
+    "LinearTransformerForCausalLM",
+    "LinearTransformerForMaskedLM",
+    "LinearTransformerForMultipleChoice",
+    "LinearTransformerForPreTraining",
+    "LinearTransformerForQuestionAnswering",
+    "LinearTransformerForSequenceClassification",
+    "LinearTransformerForTokenClassification",
+    "LinearTransformerModel",
+    "LinearTransformerPreTrainedModel",
+]

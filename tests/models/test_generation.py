@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal family generates as any model of Transformers does, with states that do not grow."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    TextStreamer,
+    pipeline,
+    set_seed,
+)
+
+import nystrom_models
+from nystrom_models.models.causal_head import next_labels
+from tests.models.options import TOLERANCE, make_model, relative_error
+
+OPTIONS = ("linear-causal", "linear-causal_sinusoidal")
+LENGTH = 24
+NEW = 9
+
+each_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+def make(option="linear-causal", **fields):
+    """With an output layer of its own: random tied weights would repeat one token for ever."""
+    return make_model(option, "ForCausalLM", **{"tie_word_embeddings": False} | fields)
+
+
+def prompts(padding=5, rows=2):
+    """Rows of 14 tokens; all but the first are padded on the left."""
+    ids = torch.randint(3, 99, (rows, 14))
+    mask = torch.ones_like(ids)
+    mask[1:, :padding] = 0
+    return ids, mask
+
+
+def greedy(model, ids, mask=None, **options):
+    return model.generate(ids, attention_mask=mask, **{"do_sample": False, "max_new_tokens": NEW} | options)
+
+
+# ---- states ----
+
+
+@settings(max_examples=30)
+@given(st.data())
+@torch.no_grad()
+def test_prefill_and_steps_are_the_whole(data):
+    """For any split into parts, single tokens among them, with padding anywhere."""
+    model = make(data.draw(st.sampled_from(OPTIONS)))
+    row = st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH)
+    mask = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=3))).long()
+    cuts = sorted(data.draw(st.lists(st.integers(1, LENGTH - 1), max_size=8, unique=True)))
+    ids = torch.randint(3, 99, mask.shape)
+    whole = model(ids, attention_mask=mask).logits
+    cache, parts = None, []
+    for start, stop in zip([0, *cuts], [*cuts, LENGTH], strict=True):
+        # The mask of all tokens so far, as Transformers has it, or of these alone.
+        first = data.draw(st.sampled_from([0, start]))
+        part = model(ids[:, start:stop], attention_mask=mask[:, first:stop], past_key_values=cache, use_cache=True)
+        cache = part.past_key_values
+        parts.append(part.logits)
+    assert isinstance(cache, DynamicCache)
+    valid = mask.bool()
+    if valid.any():
+        assert relative_error(torch.cat(parts, dim=1)[valid], whole[valid]) < TOLERANCE[torch.float32]
+
+
+def bytes_of(cache):
+    states = (state for layer in cache.layers for state in layer.recurrent_states.values() if state is not None)
+    return sum(state.numel() * state.element_size() for state in states)
+
+
+@torch.no_grad()
+def test_the_states_do_not_grow():
+    model = make("linear-causal_sinusoidal", max_position_embeddings=None)
+    cache, sizes = None, set()
+    for length in (1, 1, 700, 3000, 1):
+        cache = model(torch.randint(3, 99, (2, length)), past_key_values=cache, use_cache=True).past_key_values
+        sizes.add(bytes_of(cache))
+    # 2 layers, 2 rows, 4 heads of 16 features and 8 + 1 sums; and the numbers of tokens.
+    assert sizes == {2 * 2 * 4 * 16 * 9 * 4 + 2 * 2 * 8}
+
+
+@torch.no_grad()
+def test_no_token_sees_a_later_one():
+    for option in OPTIONS:
+        model = make(option)
+        ids = torch.randint(3, 99, (1, LENGTH))
+        changed = ids.clone()
+        changed[:, 9:] = torch.randint(3, 99, (1, LENGTH - 9))
+        for mask in (None, (torch.arange(LENGTH) >= 4).long()[None]):
+            before, after = (model(tokens, attention_mask=mask).logits[:, :9] for tokens in (ids, changed))
+            assert torch.equal(before, after)
+
+
+def test_states_carry_no_gradient_and_the_call_does():
+    """A backward pass after a call with a cache ends at that call's tokens, and later calls do not disturb it."""
+    model = make()
+    ids = torch.randint(3, 99, (1, LENGTH))
+    first = model(ids[:, :10], use_cache=True)
+    second = model(ids[:, 10:], past_key_values=first.past_key_values, use_cache=True)
+    model(ids[:, :3], past_key_values=first.past_key_values, use_cache=True)
+    second.logits.square().sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+    assert not any(
+        state.requires_grad
+        for layer in first.past_key_values.layers
+        for state in layer.recurrent_states.values()
+        if state is not None
+    )
+
+
+# ---- generate ----
+
+
+@each_option
+def test_rows_padded_on_the_left_are_the_rows_alone(option):
+    model = make(option)
+    ids, mask = prompts()
+    out = greedy(model, ids, mask)
+    assert torch.equal(out, greedy(model, ids, mask, use_cache=False))
+    assert torch.equal(out[1:, 14:], greedy(model, ids[1:, 5:])[:, 9:])
+    assert torch.equal(out[:1], greedy(model, ids[:1]))
+    # Whatever stands at padding.
+    ids[1, :5] = 7
+    assert torch.equal(out[1:, 14:], greedy(model, ids, mask)[1:, 14:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4, "do_sample": False},
+        {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, "length_penalty": 0.5},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2},
+        {"num_beams": 2, "do_sample": True},
+        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_every_way_to_decode_is_that_without_a_cache(options):
+    model = make()
+    ids, mask = prompts()
+    outs = []
+    for use_cache in (True, False):
+        set_seed(5)
+        outs.append(model.generate(ids, attention_mask=mask, max_new_tokens=NEW, use_cache=use_cache, **options))
+    assert torch.equal(*outs)
+    # As it is when Transformers looks at the scores, too.
+    set_seed(5)
+    scored = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True, **options
+    )
+    assert torch.equal(scored.sequences, outs[0]) and isinstance(scored.past_key_values, DynamicCache)
+
+
+@each_option
+def test_a_cache_is_given_back_and_continued(option):
+    model = make(option)
+    for ids, mask in (prompts(), prompts(padding=0)):
+        once = greedy(model, ids, mask, max_new_tokens=2 * NEW)
+        first = greedy(model, ids, mask, return_dict_in_generate=True)
+        assert torch.equal(first.sequences, once[:, : 14 + NEW])
+        whole = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long)], dim=1)
+        # The whole sequence again, of which the cache has seen all but the last token; or that token alone.
+        for tokens in (first.sequences, first.sequences[:, -1:]):
+            cache = copy.deepcopy(first.past_key_values)
+            out = greedy(model, tokens, whole, past_key_values=cache)
+            assert torch.equal(out[:, -NEW:], once[:, -NEW:])
+
+
+def test_a_cache_is_filled_by_a_call_and_then_generates():
+    model = make()
+    ids, _ = prompts()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+    assert torch.equal(greedy(model, ids, past_key_values=cache), greedy(model, ids))
+
+
+@each_option
+@pytest.mark.parametrize("size", [1, 4, 14, 50])
+def test_long_prompts_are_read_in_parts(option, size):
+    model = make(option)
+    ids, mask = prompts()
+    assert torch.equal(greedy(model, ids, mask, prefill_chunk_size=size), greedy(model, ids, mask))
+    first = greedy(model, ids, mask, return_dict_in_generate=True)
+    whole = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long)], dim=1)
+    more = {"past_key_values": first.past_key_values, "prefill_chunk_size": size}
+    expected = greedy(model, first.sequences, whole)
+    assert torch.equal(greedy(model, first.sequences, whole, **more), expected)
+
+
+def test_generation_from_embeddings():
+    model = make()
+    ids, mask = prompts()
+    embeds = model.get_input_embeddings()(ids)
+    for options in ({}, {"prefill_chunk_size": 4}):
+        out = model.generate(inputs_embeds=embeds, attention_mask=mask, do_sample=False, max_new_tokens=NEW, **options)
+        assert torch.equal(out, greedy(model, ids, mask)[:, 14:])
+
+
+def test_generation_with_token_types_and_positions():
+    model = make()
+    ids, mask = prompts()
+    given = {"token_type_ids": torch.ones_like(ids), "position_ids": (mask.cumsum(1) - 1).clamp_min(0) + 3}
+    outs = [greedy(model, ids, mask, use_cache=use_cache, **given) for use_cache in (True, False)]
+    assert torch.equal(*outs) and not torch.equal(outs[0], greedy(model, ids, mask))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_decoding_is_one_graph_with_static_shapes():
+    """`cache_implementation="static"` compiles each step; every length uses the same graph."""
+    model = make("linear-causal_sinusoidal", max_position_embeddings=None, num_hidden_layers=1)
+    config = CompileConfig(backend="aot_eager", fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    ids, mask = prompts()
+    expected = greedy(model, ids, mask, max_new_tokens=20)
+    torch._dynamo.utils.counters.clear()
+    out = greedy(model, ids, mask, max_new_tokens=20, cache_implementation="static", compile_config=config)
+    assert torch.equal(out, expected)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    longer = torch.cat([ids, ids, ids], dim=1)
+    expected = greedy(model, longer, max_new_tokens=20)
+    out = greedy(model, longer, max_new_tokens=20, cache_implementation="static", compile_config=config)
+    assert torch.equal(out, expected)
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs + 1
+
+
+def test_what_a_state_cannot_do_is_refused_by_name():
+    model, ids = make(), prompts()[0]
+    for options in ({"assistant_model": make()}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(
+            ValueError, match=r"not supported with stateful models, such as LinearTransformerForCausalLM"
+        ):
+            model.generate(ids[:1], max_new_tokens=2, **options)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(RuntimeError, match="crop"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match=r"cannot hold the recurrent states.*DynamicCache\(config=model.config\)"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"states of 2 rows, but there are 1"):
+        model(ids[:1], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"output_attentions needs all tokens at once.*use_cache=False"):
+        model(ids, past_key_values=cache, output_attentions=True)
+    with pytest.raises(ValueError, match=r"has seen 14 tokens, and 3 are given"):
+        greedy(model, ids[:, :3], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64.*resize_position_embeddings"):
+        model(torch.full((2, 51), 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"use LinearTransformerConfig\(is_decoder=True\)"):
+        make_model("linear-elu", "ForCausalLM")
+
+
+def test_static_caches_and_offloaded_ones():
+    model = make()
+    ids, mask = prompts()
+    expected = greedy(model, ids, mask)
+    cache = StaticCache(model.config, max_cache_len=64)
+    assert torch.equal(greedy(model, ids, mask, past_key_values=cache), expected)
+    cache.reset()
+    assert torch.equal(greedy(model, ids, mask, past_key_values=cache), expected)
+
+
+# ---- text ----
+
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"the a cat dog sat ran on under mat table and then slept".split()]
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    """A folder with a causal model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("writer")
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special).save_pretrained(folder)
+    torch.manual_seed(1)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    make(vocab_size=len(WORDS), **special).save_pretrained(folder)
+    return str(folder)
+
+
+def test_pipeline_writes_texts_of_several_lengths(writer):
+    generate = pipeline("text-generation", model=writer, device="cpu", batch_size=2)
+    assert type(generate.model) is nystrom_models.LinearTransformerForCausalLM
+    texts = ["the cat sat on", "a dog", "the mat and then the dog"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        together = generate(texts, max_new_tokens=6, do_sample=False)
+        alone = [generate(text, max_new_tokens=6, do_sample=False) for text in texts]
+    assert together == alone and all(
+        text in answer[0]["generated_text"] for text, answer in zip(texts, alone, strict=True)
+    )
+
+
+def test_streamed_words_are_the_text(writer, capsys):
+    model = AutoModelForCausalLM.from_pretrained(writer)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(writer)
+    inputs = tokenizer("the cat sat", return_tensors="pt", return_token_type_ids=False)
+    out = model.generate(**inputs, max_new_tokens=8, do_sample=False, streamer=TextStreamer(tokenizer))
+    assert len(set(out[0].tolist())) > 5
+    assert capsys.readouterr().out.split() == tokenizer.decode(out[0]).split()
+
+
+# ---- the loss ----
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_loss_is_that_of_each_row_alone(padded):
+    model = make()
+    ids, mask = torch.randint(3, 99, (3, 20)), torch.ones(3, 20, dtype=torch.long)
+    if padded:
+        mask[0, 13:] = mask[1, :6] = mask[2, 4:9] = 0
+    labels = ids.clone()
+    labels[0, 3] = -100
+    logits = model(ids, attention_mask=mask, labels=labels).logits
+    total, count = 0.0, 0
+    for row in range(3):
+        valid = mask[row].bool()
+        log_p = torch.log_softmax(logits[row, valid].double(), dim=-1)[:-1]
+        targets = labels[row, valid][1:]
+        kept = targets != -100
+        total -= log_p[kept].gather(1, targets[kept][:, None]).sum()
+        count += int(kept.sum())
+    out = model(ids, attention_mask=mask, labels=labels)
+    assert abs(out.loss.item() - total.item() / count) < 1e-5
+    divided = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=torch.tensor(7)).loss
+    assert abs(divided.item() - total.item() / 7) < 1e-4
+    aligned = model(ids, attention_mask=mask, shift_labels=next_labels(labels, mask)).loss
+    assert torch.equal(aligned, out.loss)
+    assert model(ids[:, :1], labels=labels[:, :1]).loss == 0
+
+
+def test_next_labels_skip_padding():
+    labels, mask = torch.arange(6)[None], torch.tensor([[0, 1, 0, 1, 1, 0]])
+    assert next_labels(labels, mask).tolist() == [[-100, 3, -100, 4, -100, -100]]
+    assert next_labels(labels, None).tolist() == [[1, 2, 3, 4, 5, -100]]
+
+
+def test_logits_to_keep():
+    model, ids = make(), torch.randint(3, 99, (2, 12))
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert torch.allclose(model(ids, logits_to_keep=2).logits, logits[:, -2:], atol=1e-5)
+        assert torch.allclose(model(ids, logits_to_keep=torch.tensor([3, 0])).logits, logits[:, [3, 0]], atol=1e-5)
+    with pytest.raises(ValueError, match="logits_to_keep keeps logits"):
+        model(ids, labels=ids, logits_to_keep=1)
+
+
+def test_tied_and_untied_embeddings():
+    tied, untied = make(tie_word_embeddings=True), make()
+    assert tied.lm_head.weight is tied.get_input_embeddings().weight
+    assert untied.lm_head.weight is not untied.get_input_embeddings().weight
+    tied.resize_token_embeddings(120)
+    assert tied.lm_head.weight.shape == (120, 32) and tied(torch.full((1, 3), 119)).logits.shape[-1] == 120
+
+
+def test_caches_and_training():
+    model, ids = make(), torch.randint(3, 99, (2, 12))
+    assert model(ids).past_key_values is not None and model(ids, use_cache=False).past_key_values is None
+    model.train()
+    assert model(ids).past_key_values is None and model(ids, use_cache=True).past_key_values is not None
+    model.gradient_checkpointing_enable()
+    assert model(ids, use_cache=True).past_key_values is None
+
+
+@torch.no_grad()
+def test_classes_come_from_the_last_valid_token():
+    model = make_model("linear-causal", "ForSequenceClassification", num_labels=3)
+    ids, mask = torch.randint(3, 99, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, 15:] = mask[1, :9] = 0
+    logits = model(ids, attention_mask=mask).logits
+    for row, valid in enumerate(mask.bool()):
+        alone = model(ids[row : row + 1, valid]).logits
+        assert relative_error(logits[row : row + 1], alone) < TOLERANCE[torch.float32]
+        changed = ids[row : row + 1, valid].clone()
+        changed[:, 0] = 3 + changed[:, 0] % 90
+        assert not torch.equal(model(changed).logits, alone)
