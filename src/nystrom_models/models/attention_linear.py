@@ -238,11 +238,12 @@ def _product_by_chunks(
 
 def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """(B, H, N, E) -> (B, H, N / C, C, E), the last chunk filled with zeros."""
-    batch, heads, length, width = states.shape
+    length = states.shape[2]
     # In a graph one or two chunks more, which would otherwise hold only for lengths beyond a chunk.
     count = length // size + 2 if is_tracing(states) else -(-length // size)
     states = F.pad(states, (0, 0, 0, count * size - length)).to(dtype)
-    return states.reshape(batch, heads, count, size, width).contiguous()
+    # `unflatten`, but leaves no condition on the length in the graph.
+    return states.unfold(2, size, size).mT.contiguous()
 
 
 # ---- parts ----

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
 
@@ -178,6 +179,7 @@ def make_batch(
     *,
     pack: bool = True,
     cache: Cache | None = None,
+    documents: Tensor | None = None,
 ) -> Batch:
     """The batch of a mask (B, N) of rows of `shape`.
 
@@ -187,10 +189,12 @@ def make_batch(
         device: of the inputs.
         pack: whether states may be packed.
         cache: of a causal family.
+        documents: (B, N) int64, which document of its row a token is of: a number for each, in any order; None if rows
+            are documents. Attention and convolution then have a row for each document.
 
     On a GPU the host waits once, for three numbers, if there is a mask; not in a graph.
     """
-    made = _lay_out(mask, shape, device, pack)
+    made = _lay_out(mask, shape, device, pack) if documents is None else _by_document(mask, documents)
     made.cache = cache
     seen = read_state(cache, 0, State.TOKENS)
     if seen is not None:
@@ -223,6 +227,37 @@ def _lay_out(mask: Tensor | None, shape: tuple[int, int], device: torch.device, 
     places = sources // length * longest + ranks
     row_mask = torch.arange(longest, device=mask.device) < lengths[:, None]
     return Batch(shape, rows, ranks[None], row_mask, places, sources, given_mask=mask)
+
+
+def first_of_document(documents: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, N) bool: the valid tokens whose document is not that of the valid token before them, in their row."""
+    length = documents.shape[1]
+    before = torch.arange(-1, length - 1, device=documents.device).expand_as(documents)
+    if mask is not None:
+        # The last valid place before each: of places, those of padding count as none.
+        places = torch.where(mask, before + 1, -1).cummax(dim=1).values
+        before = F.pad(places[:, :-1], (1, 0), value=-1)
+    changed = (before < 0) | (documents != documents.gather(1, before.clamp_min(0)))
+    return changed if mask is None else changed & mask
+
+
+def _by_document(mask: Tensor | None, documents: Tensor) -> Batch:
+    """A row for each document, of its valid tokens; states packed."""
+    shape = (documents.shape[0], documents.shape[1])
+    first = first_of_document(documents, mask).flatten()
+    if mask is None:
+        sources = torch.arange(first.numel(), device=documents.device)
+    else:
+        sources = mask.flatten().nonzero().squeeze(-1)
+    first = first[sources]
+    row = first.cumsum(0) - 1
+    starts = first.nonzero().squeeze(-1)
+    lengths = torch.diff(starts, append=starts.new_tensor([len(sources)]))
+    longest = int(lengths.max()) if len(lengths) else 1
+    ranks = torch.arange(len(sources), device=documents.device) - starts[row]
+    row_mask = torch.arange(longest, device=documents.device) < lengths[:, None]
+    rows = (len(starts), longest)
+    return Batch(shape, rows, ranks[None], row_mask, row * longest + ranks, sources, given_mask=mask)
 
 
 def _in_place(mask: Tensor) -> Batch:

@@ -13,6 +13,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from .batch import first_of_document
 from .configuration_base import BaseConfig
 from .input_checks import require_labels
 from .losses import IGNORED
@@ -63,6 +64,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """
@@ -74,13 +76,15 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
                 if 0.
             shift_labels: (B, N) int64, instead of labels: at each token what it is to predict, where the next token
                 is elsewhere (sequence parallelism).
+            seq_idx: (B, N) int64, for rows packed with several documents, see the base model; the first token of a
+                document is then not predicted.
             num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
             The others: see the base model.
 
         Returns: loss, logits (B, N or K, V), past_key_values and what the base model gives on request.
         """
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and seq_idx is None
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -92,6 +96,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             use_cache=use_cache,
             return_dict=True,
+            seq_idx=seq_idx,
             **kwargs,
         )
         states = outputs.last_hidden_state
@@ -103,6 +108,9 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         loss = None
         if targets is not None:
             if shift_labels is None:
+                if seq_idx is not None:
+                    mask = None if attention_mask is None else attention_mask != 0
+                    labels = labels.masked_fill(first_of_document(seq_idx, mask), IGNORED)
                 targets = next_labels(labels, attention_mask)
             if num_items_in_batch is None:
                 # 0 instead of 0 / 0 where no label counts.

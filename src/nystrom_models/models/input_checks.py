@@ -132,6 +132,19 @@ def check_positions(positions: Tensor, limit: int) -> None:
     )
 
 
+def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, output_attentions: bool) -> None:
+    """Raises ValueError for packed documents where they cannot be kept apart."""
+    if seq_idx.shape != shape:
+        raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, but must be (batch, length) = {shape}.")
+    if has_cache or output_attentions:
+        raise ValueError(
+            "seq_idx makes a row of each document, for which there is no cache and no map: use use_cache=False and "
+            "output_attentions=False, or one document a row."
+        )
+    if not depends_on_values(seq_idx):
+        raise ValueError("seq_idx is looked at, which a graph cannot do: call the model as it is, without compiling.")
+
+
 def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: bool = False) -> Tensor | None:
     """The (B, N) bool mask of an `attention_mask` of ones and zeros of any dtype; None for None.
 

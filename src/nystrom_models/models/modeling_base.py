@@ -18,7 +18,15 @@ from transformers.utils.generic import can_return_tuple
 from .batch import AttentionMaps, make_batch
 from .configuration_base import BaseConfig
 from .embeddings import Embeddings, is_sinusoidal, repeat_positions
-from .input_checks import check_inputs, check_positions, key_mask, reject_arguments, reject_cache, require_one_input
+from .input_checks import (
+    check_documents,
+    check_inputs,
+    check_positions,
+    key_mask,
+    reject_arguments,
+    reject_cache,
+    require_one_input,
+)
 from .layers import LayerStack
 from .pooling import pool
 from .recurrent_cache import State, add_tokens, read_state, require_recurrent
@@ -226,6 +234,7 @@ class BaseModel(BasePreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         output_token_places: bool = False,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | BaseModelOutput:
         """
@@ -241,6 +250,8 @@ class BaseModel(BasePreTrainedModel):
                 in memory linear in N.
             past_key_values, use_cache: of causal families alone: the recurrent states to go on from, and whether to
                 return them; a new cache is made if there is none.
+            seq_idx: (B, N) int64, for rows packed with several documents: which document a token is of, a number for
+                each. No token sees another document, and positions count in each anew.
             output_token_places: for heads, see `BaseModelOutput`.
 
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
@@ -265,9 +276,11 @@ class BaseModel(BasePreTrainedModel):
                 "output_attentions needs all tokens at once, and past_key_values holds but the sum of those before: "
                 "use use_cache=False."
             )
+        if seq_idx is not None:
+            check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
         # A map has rows and columns of all N tokens.
         pack = self.config.unpad_inputs and not output_attentions
-        batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache)
+        batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)
         limit = self.config.max_position_embeddings
         if seen is not None and position_ids is None and limit is not None:
             check_positions(batch.positions, limit)

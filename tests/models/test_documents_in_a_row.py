@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows packed with several documents (`seq_idx`): each document is as if it were alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nystrom_models.models.batch import first_of_document
+from tests.models.options import OPTIONS, TOLERANCE, make_model, relative_error
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@torch.no_grad()
+def test_documents_do_not_see_each_other(option):
+    model = make_model(option)
+    ids, mask = torch.randint(3, 99, (3, 40)), torch.ones(3, 40, dtype=torch.long)
+    documents = torch.zeros_like(ids)
+    # Of 1, 16 and 23 tokens; of 30 and 3, with padding between and after; one.
+    documents[0, 1:17], documents[0, 17:] = 1, 2
+    documents[1, 30:] = 7
+    mask[1, 30:35] = mask[1, 38:] = 0
+    states = model(ids, attention_mask=mask, seq_idx=documents).last_hidden_state
+    for row in range(3):
+        for number in documents[row].unique():
+            here = (documents[row] == number) & mask[row].bool()
+            alone = model(ids[row : row + 1, here]).last_hidden_state[0]
+            assert relative_error(states[row, here], alone) < TOLERANCE[torch.float32], (row, number)
+    assert not states[mask == 0].any()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(0, 5))
+def test_loss_and_gradients_are_those_of_the_documents(lengths, padding):
+    model = make_model("linear-causal", "ForCausalLM")
+    texts = [torch.randint(3, 99, (1, length)) for length in lengths]
+    packed = torch.cat([*texts, torch.full((1, padding), 5)], dim=1)
+    numbers = torch.cat([torch.full((1, length), number) for number, length in enumerate(lengths)], dim=1)
+    numbers = torch.nn.functional.pad(numbers, (0, padding), value=99)
+    mask = torch.ones_like(packed)
+    mask[:, sum(lengths) :] = 0
+    count = max(1, sum(lengths) - len(lengths))
+    found = []
+    for run in (
+        lambda: model(packed, attention_mask=mask, labels=packed, seq_idx=numbers).loss,
+        lambda: sum(model(text, labels=text, num_items_in_batch=count).loss for text in texts),
+    ):
+        model.zero_grad()
+        loss = run()
+        loss.backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        found.append((loss.detach(), gradients))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= TOLERANCE[torch.float32] * other.abs().max()
+
+
+def test_first_tokens():
+    documents, mask = torch.tensor([[1, 1, 0, 0, 5, 5]]), torch.tensor([[False, True, True, False, True, True]])
+    assert first_of_document(documents, None).tolist() == [[True, False, True, False, True, False]]
+    assert first_of_document(documents, mask).tolist() == [[False, True, True, False, True, False]]
+
+
+def test_what_cannot_be_kept_apart_is_refused():
+    model, ids = make_model("linear-causal", "ForCausalLM"), torch.randint(3, 99, (2, 8))
+    with pytest.raises(ValueError, match=r"seq_idx has shape \(2, 7\)"):
+        model(ids, seq_idx=ids[:, :7])
+    for options in ({"use_cache": True}, {"output_attentions": True}):
+        with pytest.raises(ValueError, match="no cache and no map"):
+            model(ids, seq_idx=torch.zeros_like(ids), **options)
+    with pytest.raises(Exception, match="a graph cannot do"):
+        torch.compile(model, backend="eager", fullgraph=True)(ids, seq_idx=torch.zeros_like(ids))
