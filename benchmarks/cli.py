@@ -110,13 +110,13 @@ def build_parser() -> argparse.ArgumentParser:
     batches.add_argument("--batch_size", type=int, default=32, help="rows (default: 32)")
     batches.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="tokens of a row")
 
-    causal = commands.add_parser(
-        "decode", help="time linear transformers: a generated token, prefill, a training step, projections (CPU)"
-    )
+    causal = commands.add_parser("decode", help="time causal models: a generated token, prefill, a training step")
     causal.add_argument("--what", nargs="+", choices=decoding.MEASURES, default=list(decoding.MEASURES))
     causal.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens (default: those of each measure)")
     causal.add_argument("--repeats", type=int, default=9, help="rounds of timing (default: 9)")
     causal.add_argument("--max_seconds", type=float, default=20.0, help="as for run (default: 20)")
+    causal.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    causal.add_argument("--dtype", choices=DTYPES, default="float32")
     causal.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     causal.add_argument("--output", help="JSON file for the results")
 
@@ -314,12 +314,12 @@ def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 def time_decoding(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    arguments.device, arguments.dtype = "cpu", "float32"
     results = {"command": shlex.join(["python", "-m", "benchmarks", *argv]), **circumstances(arguments), "results": {}}
     print(report.describe_machine(results))
-    decoding.check()
+    decoding.check(arguments.device)
+    place = decoding.Place(arguments.device, DTYPES[arguments.dtype])
     for what in arguments.what:
-        rows = decoding.measure(what, arguments.lengths, arguments.repeats, arguments.max_seconds, progress)
+        rows = decoding.measure(what, arguments.lengths, arguments.repeats, arguments.max_seconds, progress, place)
         results["results"][what] = rows
         print(f"\n{decoding.table(what, rows)}")
         if arguments.output:
@@ -386,11 +386,12 @@ def main(argv: list[str] | None = None) -> int:
         return compile_kernels(arguments)
     if arguments.command == "kernels":
         return time_kernels(parser, arguments)
-    if arguments.command == "decode":
-        return time_decoding(arguments, argv)
     if arguments.command in ("gpu", "tests", "sanitize", "train"):
         require_device(parser, arguments.device)
         return on_a_gpu(arguments)
+    if arguments.command == "decode":
+        require_device(parser, arguments.device)
+        return time_decoding(arguments, argv)
     if arguments.command == "collators":
         for length in arguments.lengths:
             print(collators.table(arguments.batch_size, length), end="\n\n")

@@ -26,16 +26,40 @@ STACK = 2048
 
 
 class Case(NamedTuple):
-    """Sizes and options of an attention: M landmarks, head size D, T taps of the convolution, 0 for none."""
+    """Sizes and options of an attention.
+
+    landmarks: M; 0: causal linear attention instead. features: of the latter. dim: head size D. taps: T of the
+    convolution, 0 for none.
+    """
 
     dtype: str
     landmarks: int
     dim: int
     taps: int = 65
+    features: int = 0
 
     @property
     def name(self) -> str:
+        if self.features:
+            return f"linear-{self.dtype}-{self.features}x{self.dim}"
         return f"{self.dtype}-{self.landmarks}x{self.dim}" + f"-{self.taps}taps" * (self.taps != 65)
+
+    def attend(self, states: list[torch.Tensor], mask: torch.Tensor | None, weight: Any, dropout_p: float) -> Any:
+        """The attention of states (B, H, N, D) by the kernels, or a reason against that."""
+        from nystrom_models import kernels
+        from nystrom_models.kernels.linear import dispatch
+
+        if self.features:
+            query, key = (self.with_features(tensor) for tensor in states[:2])
+            inputs = dispatch.CausalInputs(query, key, states[2], mask)
+            return inputs.why_not() or dispatch.compute(inputs)[0]
+        options = {"num_landmarks": self.landmarks, "conv_weight": weight, "dropout_p": dropout_p}
+        return kernels.why_not(*states, mask, **options) or kernels.nystrom_attention(*states, mask, **options)
+
+    def with_features(self, states: torch.Tensor) -> torch.Tensor:
+        """Positive features (B, H, N, F) in a model's layout."""
+        states = torch.cat([states.exp(), (-states).exp()], dim=-1)[..., : self.features]
+        return states.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 # Tokens; more than the most landmarks.
@@ -50,6 +74,9 @@ CASES = (
     Case("float32", 64, 64),
     Case("float32", 128, 32),
     Case("float32", 32, 128),
+    Case("bfloat16", 0, 64, 0, features=64),
+    Case("float16", 0, 64, 0, features=128),
+    Case("float32", 0, 64, 0, features=64),
 )
 
 
@@ -112,7 +139,6 @@ def compile_case(capability: int, case: Case, options: str) -> list[tuple[str, R
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from nystrom_models import kernels
     from nystrom_models.kernels.device import DEVICE_TYPES
 
     if triton.knobs.runtime.interpret:
@@ -138,9 +164,7 @@ def compile_case(capability: int, case: Case, options: str) -> list[tuple[str, R
         driver.set_active(AbsentGPU(capability))
         DEVICE_TYPES.add("cpu")
         mask, dropout_p = (None, 0.0) if options == "plain" else (torch.arange(LENGTH)[None] < LENGTH - 10, 0.1)
-        kernels.nystrom_attention(
-            *states, mask, num_landmarks=case.landmarks, conv_weight=weight, dropout_p=dropout_p
-        ).sum().backward()
+        case.attend(states, mask, weight, dropout_p).sum().backward()
     finally:
         JITFunction.run = run
         driver._active = driver_before

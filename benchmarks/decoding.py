@@ -9,6 +9,7 @@ token, the most likely token from its logits. Weights are random.
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +35,14 @@ PROJECTED_DIM = 256
 PROJECTED = f"projected_dim={PROJECTED_DIM}"
 
 
-def linear_transformer() -> PreTrainedModel:
+class Place(NamedTuple):
+    """Where models are, and the dtype of their weights."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+def linear_transformer(place: Place) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LinearTransformerConfig(
         vocab_size=VOCABULARY,
@@ -46,10 +54,10 @@ def linear_transformer() -> PreTrainedModel:
         is_decoder=True,
         position_embedding_type="sinusoidal",
     )
-    return LinearTransformerForCausalLM(config).eval()
+    return LinearTransformerForCausalLM(config).to(*place).eval()
 
 
-def gpt2(length: int) -> PreTrainedModel:
+def gpt2(length: int, place: Place) -> PreTrainedModel:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -63,11 +71,12 @@ def gpt2(length: int) -> PreTrainedModel:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return GPT2LMHeadModel(config).eval()
+    return GPT2LMHeadModel(config).to(*place).eval()
 
 
-def random_tokens(length: int) -> Tensor:
-    return torch.randint(5, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+def random_tokens(length: int, place: Place) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(5, VOCABULARY, (1, length), generator=generator).to(place.device)
 
 
 def bytes_of(cache: object) -> int:
@@ -80,9 +89,10 @@ def bytes_of(cache: object) -> int:
 
 
 @torch.no_grad()
-def check() -> None:
+def check(device: str) -> None:
     """Raises RuntimeError unless the recurrent model's steps give what it gives for the whole sequence."""
-    model, ids = linear_transformer(), random_tokens(80)
+    place = Place(device)
+    model, ids = linear_transformer(place), random_tokens(80, place)
     whole = model(ids).logits[:, 64:]
     cache = model(ids[:, :64], use_cache=True).past_key_values
     steps = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(64, 80)], dim=1)
@@ -98,71 +108,73 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, cache: object):
         self.model, self.cache = model, cache
-        self.token = torch.full((1, 1), 7)
+        self.token = torch.full((1, 1), 7, device=model.device)
         self.place = None
 
     @torch.no_grad()
     def __call__(self) -> None:
         given = {}
         if self.place is not None:
-            given = {"position_ids": torch.tensor([[self.place]])}
+            given = {"position_ids": torch.tensor([[self.place]], device=self.token.device)}
             self.place += 1
         out = self.model(self.token, past_key_values=self.cache, use_cache=True, **given)
         self.token = out.logits[:, -1:].argmax(dim=-1)
 
 
 @torch.no_grad()
-def recurrent_decoder(length: int) -> Decoder:
-    model, ids, cache = linear_transformer(), random_tokens(length), None
+def recurrent_decoder(length: int, place: Place) -> Decoder:
+    model, ids, cache = linear_transformer(place), random_tokens(length, place), None
     for part in ids.split(PREFILL_CHUNK, dim=1):
         cache = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
     return Decoder(model, cache)
 
 
-def exact_decoder(length: int, static: bool, room: int) -> Decoder:
+def exact_decoder(length: int, static: bool, room: int, place: Place) -> Decoder:
     """With random keys and values in the cache: times do not depend on what they are."""
-    model = gpt2(length + room)
+    model = gpt2(length + room, place)
     cache = StaticCache(model.config, max_cache_len=length + room) if static else DynamicCache(config=model.config)
     shape = (1, HEADS, length, WIDTH // HEADS)
     for layer in range(LAYERS):
-        cache.update(torch.randn(shape), torch.randn(shape), layer)
+        keys, values = (torch.randn(shape, device=place.device, dtype=place.dtype) for _ in range(2))
+        cache.update(keys, values, layer)
     decoder = Decoder(model, cache)
     decoder.place = length if static else None
     return decoder
 
 
-def decode(length: int, repeats: int, max_seconds: float, longest_exact: int) -> list[dict]:
+def decode(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
     # Each sample is at most 50 calls, after one not timed, and two estimates.
     room = 51 * repeats + 2
-    decoders = {OURS: recurrent_decoder(length)}
+    decoders = {OURS: recurrent_decoder(length, place)}
     if length <= longest_exact:
-        decoders |= {GROWING: exact_decoder(length, False, room), STATIC: exact_decoder(length, True, room)}
+        decoders[GROWING] = exact_decoder(length, False, room, place)
+        decoders[STATIC] = exact_decoder(length, True, room, place)
     sizes = {name: bytes_of(decoder.cache) for name, decoder in decoders.items()}
-    samples = interleave(dict(decoders), repeats=repeats, max_seconds=max_seconds, device="cpu")
+    samples = interleave(dict(decoders), repeats=repeats, max_seconds=max_seconds, device=place.device)
     return [row(name, length, samples, state_bytes=sizes[name]) for name in decoders]
 
 
 # ---- prefill and training ----
 
 
-def prefill(length: int, repeats: int, max_seconds: float, longest_exact: int) -> list[dict]:
+def prefill(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
     """From token ids to the logits of the last token, and the cache."""
 
     def caller(model: PreTrainedModel) -> Callable[[], object]:
         def call():
             with torch.no_grad():
-                return model(random_tokens(length), use_cache=True, logits_to_keep=1)
+                return model(random_tokens(length, place), use_cache=True, logits_to_keep=1)
 
         return call
 
-    calls = {OURS: caller(linear_transformer())}
+    calls = {OURS: caller(linear_transformer(place))}
     if length <= longest_exact:
-        calls[GROWING] = caller(gpt2(length))
-    samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device="cpu")
+        calls[GROWING] = caller(gpt2(length, place))
+    samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device=place.device)
     return [row(name, length, samples) for name in calls]
 
 
-def train(length: int, repeats: int, max_seconds: float, longest_exact: int) -> list[dict]:
+def train(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
     """Forward and backward pass of one row, with the loss."""
 
     def caller(model: PreTrainedModel) -> Callable[[], object]:
@@ -170,17 +182,17 @@ def train(length: int, repeats: int, max_seconds: float, longest_exact: int) -> 
 
         def call():
             model.zero_grad()
-            ids = random_tokens(length)
+            ids = random_tokens(length, place)
             model(ids, labels=ids, use_cache=False).loss.backward()
 
         return call
 
-    calls = {OURS: caller(linear_transformer())}
+    calls = {OURS: caller(linear_transformer(place))}
     if length <= longest_exact:
-        calls[GROWING] = caller(gpt2(length))
-    samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device="cpu")
+        calls[GROWING] = caller(gpt2(length, place))
+    samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device=place.device)
     # Gradients are there from the first call on.
-    return [row(name, length, samples, peak_bytes=peak_memory(call, "cpu")) for name, call in calls.items()]
+    return [row(name, length, samples, peak_bytes=peak_memory(call, place.device)) for name, call in calls.items()]
 
 
 def projected(length: int, repeats: int, max_seconds: float, longest_exact: int) -> list[dict]:
@@ -223,10 +235,12 @@ def row(name: str, length: int, samples: dict[str, list[float | None]], **more: 
     return {"contender": name, "length": length, "seconds": spread(seconds), "times_ours": spread(ratios), **more}
 
 
-def measure(what: str, lengths: list[int] | None, repeats: int, max_seconds: float, report: Callable) -> list[dict]:
+def measure(
+    what: str, lengths: list[int] | None, repeats: int, max_seconds: float, report: Callable, place: Place
+) -> list[dict]:
     rows = []
     for length in lengths or DEFAULT_LENGTHS[what]:
-        rows += copy.deepcopy(MEASURES[what](length, repeats, max_seconds, LONGEST_EXACT[what]))
+        rows += copy.deepcopy(MEASURES[what](length, repeats, max_seconds, LONGEST_EXACT[what], place))
         report(f"{what} at {length}: done")
     return rows
 

@@ -106,6 +106,11 @@ PARTS = {
         "--contenders ours bert-sdpa",
         keeps_json=True,
     ),
+    "decoding": Part(
+        "causal models: a generated token, prefill and a training step, beside a GPT-2",
+        "decode --device cuda --dtype bfloat16",
+        "decode --lengths 48 --repeats 2",
+    ),
     "training": Part(
         "pretraining of a base-size model in bfloat16: tokens a second and the share of the GPU's operations",
         "train",

@@ -29,8 +29,6 @@ LENGTH = 333
 
 def attend(case: Case, device: str) -> str:
     """Forward and backward passes with each of `OPTIONS`; the sum of the gradients, or why the kernels refuse."""
-    from nystrom_models import kernels
-
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
@@ -44,11 +42,9 @@ def attend(case: Case, device: str) -> str:
     for options in OPTIONS:
         masked = options != "plain"
         mask = torch.arange(LENGTH, device=device) < lengths if masked else None
-        arguments = {"num_landmarks": case.landmarks, "conv_weight": weight, "dropout_p": 0.1 if masked else 0.0}
-        reason = kernels.why_not(*states, mask, **arguments)
-        if reason is not None:
-            return f"refused on this GPU: {reason}"
-        out = kernels.nystrom_attention(*states, mask, **arguments)
+        out = case.attend(states, mask, weight, 0.1 if masked else 0.0)
+        if isinstance(out, str):
+            return f"refused on this GPU: {out}"
         leaves = [*states, weight] if weight is not None else states
         total += sum(float(grad.float().sum()) for grad in torch.autograd.grad(out.float().square().sum(), leaves))
     if not math.isfinite(total):

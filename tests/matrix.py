@@ -40,13 +40,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find(python: str) -> str | None:
-    """The command, if it runs: pyenv has commands of versions that are not chosen."""
-    path = shutil.which(python)
-    if path is None:
-        versions = sorted((Path.home() / ".pyenv/versions").glob(f"{python.removeprefix('python')}.*/bin/python"))
-        path = str(versions[-1]) if versions else None
-    ran = path and subprocess.run([path, "--version"], capture_output=True).returncode == 0
-    return path if ran else None
+    """The first that runs: the command itself, which pyenv has even for versions that are not chosen, or pyenv's."""
+    command = shutil.which(python)
+    versions = sorted((Path.home() / ".pyenv/versions").glob(f"{python.removeprefix('python')}.*/bin/python"))
+    for path in ([command] if command else []) + [str(path) for path in reversed(versions)]:
+        if subprocess.run([path, "--version"], capture_output=True).returncode == 0:
+            return path
+    print(f"{python} was not found.")
+    return None
 
 
 def run(python: str, args: argparse.Namespace) -> list[str]:

@@ -6,7 +6,7 @@ from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrain
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from .kernels.interface import NystromTriton
+from .kernels.interface import LinearTriton, NystromTriton
 from .models.modeling_base import BasePreTrainedModel
 from .models.modeling_linear_transformer import LinearTransformerPreTrainedModel
 from .models.modeling_linformer import LinformerPreTrainedModel
@@ -22,9 +22,10 @@ FAMILIES: tuple[type[BasePreTrainedModel], ...] = (
 def register() -> None:
     """Make every Auto class give this package's classes, also for the built-in `nystromformer`, process-wide.
 
-    Importing the package does this. `attn_implementation="nystrom_triton"` is then known, too.
+    Importing the package does this. `attn_implementation="nystrom_triton"` and `"linear_triton"` are then known, too.
     """
-    AttentionInterface.register(NystromTriton.name, NystromTriton())
+    for attention in (NystromTriton(), LinearTriton()):
+        AttentionInterface.register(attention.name, attention)
     for family in FAMILIES:
         config_class = family.config_class
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

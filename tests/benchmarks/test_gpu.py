@@ -28,10 +28,11 @@ def test_a_part_is_run_and_kept(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [part for part in gpu.PARTS if part not in ("attention", "tests-compiled")])
-def test_every_part_is_rehearsed(part, tmp_path, capsys):
+@pytest.mark.parametrize("part", ["tests", "sanitizers", "training"])
+def test_parts_of_other_kinds_are_rehearsed(part, tmp_path, capsys):
+    """All of them: `python -m benchmarks gpu --device cpu`."""
     printed, kept = rehearse(part, tmp_path, capsys)
-    assert kept in printed and kept.count("| --") >= 1
+    assert kept in printed and "exit status 0" in kept
 
 
 def test_every_part_is_a_command_that_exists():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from nystrom_models.kernels import device
-from nystrom_models.kernels.nystrom import first_try
+from nystrom_models.kernels import device, first_try
 from tests.kernels.helpers import DEVICE
 
 

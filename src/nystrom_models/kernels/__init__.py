@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels in place of PyTorch's operations on an NVIDIA GPU, a folder for each family of attention.
 
-A model uses them with `attn_implementation="nystrom_triton"` (see `interface.py`), the default on a GPU; `why_not`
-tells where they do not apply. Importing this needs neither Triton nor a GPU. The kernels are compiled at the first
-call of their options; then they are compared with PyTorch's operations once, and not used where they fail or differ.
-Sums have a fixed order: the same inputs give the same result on the same device. Another batch size or device may
-split them otherwise.
+A model uses them with `attn_implementation="nystrom_triton"` or `"linear_triton"` (see `interface.py`), the default on
+a GPU; `why_not` tells where those for Nyström attention do not apply. Importing this needs neither Triton nor a GPU.
+The kernels are compiled at the first call of their options; then they are compared with PyTorch's operations once, and
+not used where they fail or differ. Sums have a fixed order: the same inputs give the same result on the same device.
+Another batch size or device may split those of Nyström attention otherwise.
 
 A CUDA graph may hold them if the same call ran once before, on a stream that the capture waits for:
 
@@ -20,6 +20,13 @@ A CUDA graph may hold them if the same call ran once before, on a stream that th
 """
 
 from .device import why_not_on
+from .linear.dispatch import causal_linear_attention_if_possible
 from .nystrom.dispatch import nystrom_attention, nystrom_attention_if_possible, why_not
 
-__all__ = ["nystrom_attention", "nystrom_attention_if_possible", "why_not", "why_not_on"]
+__all__ = [
+    "causal_linear_attention_if_possible",
+    "nystrom_attention",
+    "nystrom_attention_if_possible",
+    "why_not",
+    "why_not_on",
+]

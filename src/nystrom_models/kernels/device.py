@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices the kernels of all families run on. Nothing here imports Triton."""
+"""Where the kernels of all families run, and on what tensors. Nothing here imports Triton."""
 
 import functools
 import importlib.util
 
 import torch
+from torch import Tensor
+from transformers.utils.import_utils import is_tracing
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# What a grid holds along its second dimension.
+_MAX_PROGRAMS = 65535
 
 # The device types that kernels may be tried on; tests add "cpu", where Triton interprets.
 DEVICE_TYPES = {"cuda"}
@@ -45,3 +51,38 @@ def why_not_on(device: torch.device) -> str | None:
     if compute_capability(device) < 80:
         return "they need a GPU of compute capability 8.0 (A100) or newer"
     return None
+
+
+def why_not_in_this_graph(tensors: list[Tensor]) -> str | None:
+    """Why the graph that is being recorded cannot hold kernels, or which tensors are no plain ones."""
+    if torch.compiler.is_compiling():
+        # torch.compile takes the operator; exported graphs are for programs that do not know it.
+        return "a graph is being exported, for other programs" if torch.compiler.is_exporting() else None
+    captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if (is_tracing(tensors[0]) and not captured) or torch._C._are_functorch_transforms_active():
+        return "a graph is being recorded (torch.jit, torch.fx) or transformed, and PyTorch's operations do that"
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"they need plain tensors, not {type(tensor).__name__}"
+    return None
+
+
+def why_not_of_tensors(tensors: list[Tensor], mask: Tensor | None) -> str | None:
+    """What is wrong with dtypes, and with sizes whatever the family. The first tensors are (B, H, N, D)."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and not torch.is_autocast_enabled(tensors[0].device.type)):
+        return f"they take one dtype, float16, bfloat16 or float32, and not {', '.join(sorted(map(str, dtypes)))}"
+    if mask is not None and mask.dtype != torch.bool:
+        return f"they take a mask of torch.bool, not {mask.dtype}: mask.bool()"
+    batch, heads, length, dim = tensors[0].shape
+    if batch * heads > _MAX_PROGRAMS:
+        return f"batch size times heads is {batch * heads}, above {_MAX_PROGRAMS}: take a smaller batch"
+    if length * heads * dim >= 2**31:
+        return "an example has 2**31 elements or more"
+    return None
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """In which kernels compute: autocast's where it is on."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype

@@ -9,12 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.attention_linear import causal_linear_attention
 from ..models.attention_nystrom import nystrom_attention
 from ..models.depthwise_convolution import depthwise_convolution
-from . import nystrom_attention_if_possible, why_not_on
+from . import causal_linear_attention_if_possible, nystrom_attention_if_possible, why_not_on
 
 
-class NystromTriton:
+class TritonAttention:
+    """What a family's kernels are called by."""
+
+    name: str
+
+    def why_not_here(self) -> str | None:
+        """Why the kernels cannot run on this machine; None if they can."""
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        return why_not_on(torch.device("cuda", torch.cuda.current_device()))
+
+
+class NystromTriton(TritonAttention):
     """`attn_implementation="nystrom_triton"`: all of a Nyströmformer's attention, with its convolution, in kernels.
 
     It is the default where there is a GPU that they run on. Inputs that they do not take (see `kernels.why_not`) are
@@ -22,12 +35,6 @@ class NystromTriton:
     """
 
     name = "nystrom_triton"
-
-    def why_not_here(self) -> str | None:
-        """Why the kernels cannot run on this machine; None if they can."""
-        if not torch.cuda.is_available():
-            return "there is no CUDA device"
-        return why_not_on(torch.device("cuda", torch.cuda.current_device()))
 
     def __call__(
         self,
@@ -67,3 +74,44 @@ class NystromTriton:
 
         context = attend() if module.conv is None else module.conv(value, fused=attend)
         return context.transpose(1, 2), None
+
+
+class LinearTriton(TritonAttention):
+    """`attn_implementation="linear_triton"`: a causal linear transformer's attention in kernels.
+
+    It is the default where there is a GPU that they run on. Encoders, whose attention is two products of matrices,
+    single tokens, and inputs that the kernels do not take are computed by PyTorch's operations; of the last the log
+    says why on a GPU, once.
+    """
+
+    name = "linear_triton"
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        state: Tensor | None = None,
+        causal: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """For the attention layer of a causal linear transformer alone.
+
+        Args:
+            module: the layer.
+            query, key: φ(q), φ(k), (B, H, N, F). value: (B, H, N, D). mask: (B, N) bool, or None.
+            state: (B, H, F, D + 1) float32, of the tokens before. causal: must be True.
+
+        Returns: context (B, N, H, D), and the state after these tokens.
+        """
+        if not causal or options:
+            raise ValueError(
+                f'attn_implementation="{self.name}" is for linear transformers of nystrom_models alone, and this is '
+                f"{type(module).__name__}: use another one."
+            )
+        found = causal_linear_attention_if_possible(query, key, value, mask, state)
+        context, state = causal_linear_attention(query, key, value, mask, state) if found is None else found
+        return context.transpose(1, 2), state

@@ -49,6 +49,8 @@ class BaseConfig(PreTrainedConfig):
 
     first_position: ClassVar[int] = 0
     may_be_causal: ClassVar[bool] = False
+    # Of a cache's layers, for causal families: as many as `recurrent_cache.State` names.
+    number_of_conv_states: ClassVar[int] = 3
     # The losses that ForPreTraining reports beside its logits are no predictions.
     keys_to_ignore_at_inference = ["past_key_values", "mlm_loss", "sop_loss"]
 
@@ -81,6 +83,11 @@ class BaseConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # As `strict` does after this, but it wraps the error in one of its own.
         self.validate_architecture()
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What Transformers makes the layers of a cache by, for causal families."""
+        return ["linear_attention"] * self.num_hidden_layers
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -54,8 +54,6 @@ class LinearTransformerConfig(BaseConfig):
 
     model_type = "linear_transformer"
     may_be_causal: ClassVar[bool] = True
-    # Sums, taps of the convolution, tokens seen: as many states as `recurrent_cache.State` names.
-    number_of_conv_states: ClassVar[int] = 3
 
     feature_map: str = "elu"
     position_embedding_type: str = "learned"
@@ -75,11 +73,6 @@ class LinearTransformerConfig(BaseConfig):
         if self.classifier_pooling is None:
             self.classifier_pooling = "last" if self.is_decoder else "first"
         super().__post_init__(**kwargs)
-
-    @property
-    def layer_types(self) -> list[str]:
-        """What Transformers makes the layers of a cache by."""
-        return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self) -> None:
         super().validate_architecture()

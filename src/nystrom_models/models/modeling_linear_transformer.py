@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_linear import (
     causal_linear_attention,
@@ -27,6 +28,9 @@ from .task_heads import (
     BaseForSequenceClassification,
     BaseForTokenClassification,
 )
+
+# The `attn_implementation` that computes causal attention in Triton kernels, where the package is installed.
+KERNELS = "linear_triton"
 
 FEATURES = {"elu": elu_features, "relu": relu_features}
 
@@ -84,7 +88,12 @@ class LinearTransformerSelfAttention(SelfAttention):
                 return context if skip is None else context + skip
         if self.config.is_decoder:
             before = read_state(batch.cache, self.layer_idx, State.SUMS)
-            context, state = causal_linear_attention(query, key, value, mask, before)
+            if self.config._attn_implementation == KERNELS:
+                attend = ALL_ATTENTION_FUNCTIONS[KERNELS]
+                context, state = attend(self, query, key, value, mask, state=before, causal=True)
+                context = context.transpose(1, 2)
+            else:
+                context, state = causal_linear_attention(query, key, value, mask, before)
             write_state(batch.cache, self.layer_idx, State.SUMS, state)
         else:
             context = linear_attention(query, key, value, mask)
@@ -96,6 +105,7 @@ class LinearTransformerPreTrainedModel(BasePreTrainedModel):
     config_class = LinearTransformerConfig
     base_model_prefix = "linear_transformer"
     self_attention_class = LinearTransformerSelfAttention
+    kernels = KERNELS
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """As the base class; the columns of projections are repeated or cut with the positions."""

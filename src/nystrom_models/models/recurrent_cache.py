@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of recurrent layers in Transformers' own cache, for causal families.
 
-A configuration with `layer_types = ["linear_attention"] * num_hidden_layers` makes `DynamicCache(config=config)` and
-`StaticCache` hold such states, `number_of_conv_states` for each layer. Their size does not depend on the tokens seen.
+By `layer_types` and `number_of_conv_states` of a configuration, `DynamicCache(config=config)` and `StaticCache` hold
+such states. Their size does not depend on the tokens seen.
 
 States carry no gradient: a backward pass ends at the tokens of its own call.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels are compared with PyTorch's operations, once in a process, before a model relies on them."""
+"""The first try: a small attention by the kernels and by PyTorch's operations."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ...models.attention_nystrom import nystrom_attention_reference
 from ...models.depthwise_convolution import depthwise_convolution
+from ..first_try import difference, find_fault
 from .inputs import AttentionInputs
 
-# Largest difference over largest value, of outputs and gradients: roundings stay far below, faults do not.
-TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 # So rare that nothing is dropped, which makes dropout comparable, by the kernels that drop.
 RARELY = 1e-12
 
@@ -48,44 +47,21 @@ class Variant(NamedTuple):
         )
 
 
-_faults: dict[Variant, str | None] = {}
-
-
-def forget() -> None:
-    """Try again what was tried before."""
-    _faults.clear()
-
-
 def fault(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> str | None:
     """What is wrong with the kernels that `attend` would run for these inputs; None if they compute what PyTorch does.
 
     A small attention, with its gradients if they are wanted, is computed by both the first time. Its kernels are those
     that the model then runs: they are compiled here.
     """
-    return _fault(attend, *Variant.of(inputs))
+    device, *facts = Variant.of(inputs)
+    return find_fault(_try, device, attend, *facts)
 
 
-# In graphs the answer is a constant: torch.compile asks while it records, with plain arguments alone.
-@torch.compiler.assume_constant_result
-def _fault(attend: Callable[[AttentionInputs], Tensor], *facts: Any) -> str | None:
-    variant = Variant(*facts)
-    if variant not in _faults:
-        if variant.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("Run the model once before its CUDA graph is captured: the kernels are compiled then.")
-        try:
-            _faults[variant] = _try(variant, attend)
-        except torch.OutOfMemoryError:
-            return f"there is no memory on {variant.device} for a first try of them"  # later there may be
-        except Exception as error:  # whatever a compiler or a driver raises
-            _faults[variant] = f"a first try on {variant.device} failed ({type(error).__name__}: {str(error)[:200]})"
-    return _faults[variant]
-
-
-def _try(variant: Variant, attend: Callable[[AttentionInputs], Tensor]) -> str | None:
-    device, dtype = variant.device, variant.dtype
+def _try(device: torch.device, attend: Callable[[AttentionInputs], Tensor], *facts: Any) -> str | None:
+    variant = Variant(device, *facts)
+    dtype = variant.dtype
     length = 2 * variant.num_landmarks + 3
-    no_autocast = torch.autocast(device.type, enabled=False)
-    with torch.inference_mode(False), torch.set_grad_enabled(variant.backward), no_autocast:
+    with torch.set_grad_enabled(variant.backward):
         # All on the CPU, whatever the default device: the same numbers everywhere.
         generator = torch.Generator("cpu").manual_seed(0)
         draw = functools.partial(torch.randn, generator=generator, device="cpu")
@@ -112,12 +88,9 @@ def _try(variant: Variant, attend: Callable[[AttentionInputs], Tensor]) -> str |
             found = [out * kept]
             if variant.backward:
                 found += torch.autograd.grad(out, inputs.tensors, gradient * kept)
-            results.append([tensor.detach().float() for tensor in found])
-    for ours, theirs in zip(*results, strict=True):
-        difference = float((ours - theirs).abs().max() / theirs.abs().max())
-        if not difference <= TOLERANCES[dtype]:
-            return f"a first try on {device} differs from PyTorch's operations by {difference:.1%}"
-    return None
+            results.append(found)
+    ours, theirs = results
+    return difference(device, ours, theirs, dtype)
 
 
 def _reference(inputs: AttentionInputs) -> Tensor:

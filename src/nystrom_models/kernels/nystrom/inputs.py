@@ -8,10 +8,9 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from transformers.utils.import_utils import is_tracing
 
 from ...models.attention_nystrom import Segments
-from ..device import compute_capability, why_not_on
+from ..device import compute_capability, dtype_of, why_not_in_this_graph, why_not_of_tensors, why_not_on
 
 MAX_LANDMARKS = 128
 # On capability 10.0 the products of more would take more tensor memory than there is.
@@ -22,10 +21,6 @@ MAX_TAPS = 65
 # Of the landmarks and channels, each rounded up to a power of two: what fits into 99 KiB of shared memory, in half
 # precision; in float32 it is half as much.
 MAX_LANDMARKS_TIMES_HEAD_SIZE = 8192
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# What a grid holds along its second dimension.
-_MAX_PROGRAMS = 65535
 
 
 def _power_of_two(size: int) -> int:
@@ -66,8 +61,7 @@ class AttentionInputs:
     @property
     def dtype(self) -> torch.dtype:
         """In which the attention is computed."""
-        device = self.query.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.query.dtype
+        return dtype_of(self.query)
 
     def why_not(self) -> str | None:
         """Why the kernels do not compute this, with what to change; None if they do."""
@@ -75,23 +69,10 @@ class AttentionInputs:
         given = [tensor for tensor in (*self.tensors, self.mask) if tensor is not None]
         if any(tensor.device != device for tensor in given):
             return f"they need all tensors and the mask on one device, and some are not on {device}"
-        return why_not_on(device) or self._why_not_in_this_graph() or self._why_not_of_this_shape()
-
-    def _why_not_in_this_graph(self) -> str | None:
-        if torch.compiler.is_compiling():
-            # torch.compile takes the operator; exported graphs are for programs that do not know it.
-            return "a graph is being exported, for other programs" if torch.compiler.is_exporting() else None
-        captured = self.query.is_cuda and torch.cuda.is_current_stream_capturing()
-        if (is_tracing(self.query) and not captured) or torch._C._are_functorch_transforms_active():
-            return "a graph is being recorded (torch.jit, torch.fx) or transformed, and PyTorch's operations do that"
-        for tensor in self.tensors:
-            if type(tensor) not in (Tensor, torch.nn.Parameter):
-                return f"they need plain tensors, not {type(tensor).__name__}"
-        return None
+        return why_not_on(device) or why_not_in_this_graph(self.tensors) or self._why_not_of_this_shape()
 
     def _why_not_of_this_shape(self) -> str | None:
-        batch, heads, length = self.query.shape[:3]
-        dim = self.dim
+        length, dim = self.query.shape[2], self.dim
         if self.num_landmarks is None or length <= self.num_landmarks:
             return (
                 f"{length} tokens with num_landmarks={self.num_landmarks} get exact attention, which PyTorch has "
@@ -108,19 +89,13 @@ class AttentionInputs:
                 f"a head size of {dim} is more than the {MAX_HEAD_SIZE} that fit: raise num_attention_heads, "
                 "hidden_size staying the same"
             )
-        dtypes = {tensor.dtype for tensor in self.tensors}
-        if not dtypes <= set(_DTYPES) or (len(dtypes) > 1 and not torch.is_autocast_enabled(self.query.device.type)):
-            return f"they take one dtype, float16, bfloat16 or float32, and not {', '.join(sorted(map(str, dtypes)))}"
-        if self.mask is not None and self.mask.dtype != torch.bool:
-            return f"they take a mask of torch.bool, not {self.mask.dtype}: mask.bool()"
+        reason = why_not_of_tensors(self.tensors, self.mask)
+        if reason is not None:
+            return reason
         fitting = MAX_LANDMARKS_TIMES_HEAD_SIZE // (2 if self.dtype == torch.float32 else 1)
         if _power_of_two(self.num_landmarks) * _power_of_two(dim) > fitting:
             most = f"choose at most {fitting // _power_of_two(dim)}" + " or bfloat16" * (self.dtype == torch.float32)
             return f"num_landmarks={self.num_landmarks} do not fit with a head size of {dim} in {self.dtype}: {most}"
         if not 0 <= self.dropout_p < 1:
             return f"they drop weights with a probability of at least 0 and below 1, and dropout_p is {self.dropout_p}"
-        if batch * heads > _MAX_PROGRAMS:
-            return f"batch size times heads is {batch * heads}, above {_MAX_PROGRAMS}: take a smaller batch"
-        if length * heads * dim >= 2**31:
-            return "an example has 2**31 elements or more"
         return None

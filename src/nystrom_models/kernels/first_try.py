@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels are compared with PyTorch's operations, once in a process, before a model relies on them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Largest difference over largest value, of outputs and gradients: roundings stay far below, faults do not.
+TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
+
+# What was found wrong, None for nothing, by the family's try and the facts that its compiled kernels depend on.
+_faults: dict[tuple[Any, ...], str | None] = {}
+
+
+# In graphs the answer is a constant: torch.compile asks while it records, with plain arguments alone.
+@torch.compiler.assume_constant_result
+def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts: Any) -> str | None:
+    """What attempt(device, *facts) returned or raised, the first time.
+
+    Raises RuntimeError during the capture of a CUDA graph, which must not be the first time.
+    """
+    key = (attempt, device, *facts)
+    if key not in _faults:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("Run the model once before its CUDA graph is captured: the kernels are compiled then.")
+        no_autocast = torch.autocast(device.type, enabled=False)
+        try:
+            with torch.inference_mode(False), no_autocast:
+                _faults[key] = attempt(device, *facts)
+        except torch.OutOfMemoryError:
+            return f"there is no memory on {device} for a first try of them"  # later there may be
+        except Exception as error:  # whatever a compiler or a driver raises
+            _faults[key] = f"a first try on {device} failed ({type(error).__name__}: {str(error)[:200]})"
+    return _faults[key]
+
+
+def difference(
+    device: torch.device, ours: Iterable[Tensor], theirs: Iterable[Tensor], dtype: torch.dtype
+) -> str | None:
+    """What is wrong with our results, beside those of PyTorch's operations; None if nothing is."""
+    for mine, expected in zip(ours, theirs, strict=True):
+        mine, expected = mine.detach().float(), expected.detach().float()
+        found = float((mine - expected).abs().max() / expected.abs().max())
+        if not found <= TOLERANCES[dtype]:
+            return f"a first try on {device} differs from PyTorch's operations by {found:.1%}"
+    return None
