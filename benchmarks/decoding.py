@@ -195,7 +195,7 @@ def train(length: int, repeats: int, max_seconds: float, longest_exact: int, pla
     return [row(name, length, samples, peak_bytes=peak_memory(call, place.device)) for name, call in calls.items()]
 
 
-def projected(length: int, repeats: int, max_seconds: float, longest_exact: int) -> list[dict]:
+def projected(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
     """Linear attention in both directions from given features, and Linformer's projection of φ(K) and V before it.
 
     With weights of both signs, as a Linformer's are, and as training may make ours, sums of features turn negative:
@@ -203,15 +203,16 @@ def projected(length: int, repeats: int, max_seconds: float, longest_exact: int)
     """
     generator = torch.Generator().manual_seed(0)
     shape = (1, length, HEADS, WIDTH // HEADS)
-    query, key, value = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(3))
+    query, key, value = (torch.randn(shape, generator=generator).to(*place).transpose(1, 2) for _ in range(3))
     query, key = elu_features(query), elu_features(key)
     matrix = torch.randn(PROJECTED_DIM, length, generator=generator) * (PROJECTED_DIM + length) ** -0.5
+    matrix = matrix.to(*place)
     calls = {
         OURS: lambda: linear_attention(query, key, value),
         PROJECTED: lambda: linear_attention(query, matrix @ key, matrix @ value),
     }
     with torch.no_grad():
-        samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device="cpu")
+        samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device=place.device)
     share = ((query @ (matrix @ key).sum(dim=2, keepdim=True).mT) <= 0).double().mean().item()
     rows = [row(name, length, samples) for name in calls]
     return [rows[0] | {"not_positive": 0.0}, rows[1] | {"not_positive": share}]
