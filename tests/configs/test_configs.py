@@ -41,6 +41,8 @@ def test_configuration_gives_the_model_its_name_says(name):
     assert config.max_position_embeddings in (int(length) - 2, int(length))
     if family == "nystromformer":
         assert config.num_landmarks == (None if options == ["softmax"] else 32 if size == "tiny" else 64)
+    elif family == "linear_transformer":
+        assert config.feature_map == "elu" and config.projected_dim is None and not options
     else:
         assert config.projected_dim == int(options[0].removeprefix("k"))
         assert config.share_projection == "_".join(options[1:])

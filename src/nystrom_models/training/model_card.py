@@ -18,13 +18,14 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from ..models.configuration_base import BaseConfig
+from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_linformer import LinformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
 
 # Inside the package, so that an installed one finds it, too.
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
 
-FAMILIES = {"nystromformer": "Nyströmformer", "linformer": "Linformer"}
+FAMILIES = {"nystromformer": "Nyströmformer", "linformer": "Linformer", "linear_transformer": "linear transformer"}
 
 PACKAGES = ("nystrom-models", "torch", "transformers", "tokenizers", "datasets", "accelerate")
 
@@ -45,6 +46,7 @@ _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
 TASKS = {
     "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
     "ForMaskedLM": _Task("fill-mask", "that fills in masked tokens", _MASKED),
+    "ForCausalLM": _Task("text-generation", "that continues texts", '"Replace this beginning by your own."'),
     "ForSequenceClassification": _Task("text-classification", "that classifies texts"),
     "ForTokenClassification": _Task("token-classification", "that classifies tokens"),
     "Model": _Task(
@@ -88,7 +90,11 @@ def _num_parameters(output_dir: Path) -> int:
 
 def limits_of(config: BaseConfig) -> list[str]:
     """Sentences about what a model of this configuration cannot do, whatever it was trained on."""
-    limits = [f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."]
+    limits = []
+    if config.max_position_embeddings is not None:
+        limits.append(
+            f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."
+        )
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is not None:
             limits.append(
@@ -108,6 +114,11 @@ def limits_of(config: BaseConfig) -> list[str]:
         slots = config.projected_dim
         number = f"{min(slots)} to {max(slots)}" if isinstance(slots, list) else str(slots)
         limits.append(f"Attention goes through {number} slots that keys and values are projected to, at any length.")
+    elif isinstance(config, LinearTransformerConfig):
+        limits.append(
+            "However long the text is, each head holds it in a sum of fixed size: single tokens far back are recalled "
+            "less sharply than by softmax attention."
+        )
     return limits
 
 
@@ -229,7 +240,9 @@ def model_card(
         base_model=os.path.basename(os.path.normpath(base_model)) if base_model and local_base else base_model,
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
-        max_length=config.max_position_embeddings,
+        max_length="any number of"
+        if config.max_position_embeddings is None
+        else f"up to {config.max_position_embeddings}",
         linear=getattr(config, "num_landmarks", 0) is not None,
         usage=_usage(task, name, example),
         remote_usage=_usage(task, name, example, ", trust_remote_code=True"),

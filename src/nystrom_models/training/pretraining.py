@@ -278,7 +278,7 @@ def pretrain(
     )
     config = _config(args, tokenizer)
     args = _with_max_length(args, config)
-    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.model_max_length = config.max_position_embeddings or args.max_length
     held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
     def scores(model: nn.Module) -> dict[str, float]:
@@ -322,8 +322,10 @@ def _with_max_length(args: PretrainingArguments, config: BaseConfig) -> Pretrain
     """The arguments with a length that the model takes."""
     longest = config.max_position_embeddings
     if args.max_length is None:
+        if longest is None:
+            raise ValueError("The model takes any number of tokens: say by --max_length how long the rows are to be.")
         return replace(args, max_length=longest)
-    if args.max_length > longest:
+    if longest is not None and args.max_length > longest:
         raise ValueError(
             f"--max_length {args.max_length} is more than the {longest} tokens that the model takes: lower it, or "
             f"give --config_overrides max_position_embeddings={args.max_length}."
