@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint matrix floors bench gpu clean
+.PHONY: help quickstart test slow lint matrix floors bench gpu clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,7 +35,10 @@ test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(TORCHAO)/installe
 	@echo "Compatibility tests, $$(sed -n 's/==/ /p' $(FLOOR_PINS) | head -n 1)"
 	@$(ONE_THREAD) PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -q tests/compat tests/models/test_generation.py
 	@echo "All tests, transformers $(NEWEST)"
-	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+
+slow: $(VENV)/installed ## Run the tests that take more than half a minute each
+	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(VENV)/installed ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . || { echo "Run '$(BIN)/ruff format .'"; exit 1; }

@@ -5,6 +5,7 @@ Memory that one contender leaves to the allocator changes how long the next one 
 own, each meets an allocator that nobody else has used; all of them have the same one, with the same settings.
 """
 
+import importlib
 import io
 import json
 import multiprocessing
@@ -24,7 +25,8 @@ from benchmarks.registry import WORKLOADS, Contender, Inputs, Setting, Workload
 
 # Forked from a server that has imported the libraries and computed nothing: neither threads nor CUDA are up there.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["benchmarks.cli"])
+LIBRARIES = "benchmarks.cli"
+CONTEXT.set_forkserver_preload([LIBRARIES])
 
 
 def prepare_inputs(workload: Workload, setting: Setting) -> Inputs:
@@ -177,6 +179,8 @@ def reason(error: Exception) -> str:
 
 def _serve(connection: Connection, workload: str, contender: str, setting: Setting, threads: int) -> None:
     """Answers what a [`RemoteRunner`] asks, until it hangs up."""
+    # Registers the workloads, if the server was started by someone else, without this package.
+    importlib.import_module(LIBRARIES)
     torch.set_num_threads(threads)
     runner = None
     while True:

@@ -173,7 +173,7 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
     [
         ("--task_name mrcp", "--task_name must be one of cola, .* or all, but is mrcp"),
         ("--task_name mrpc --test_ax_file {train}", "--task_name mnli"),
-        ("--task_name mrpc --data_dir {folder} --train_file {train}", "--data_dir alone"),
+        ("--task_name mrpc --data_dir {folder} --train_file {train}", "or --data_dir"),
         ("--data_dir {folder}", "--task_name, too"),
         ("--task_name mrpc --start_from_mnli", "--task_name all"),
         ("--task_name all --no_do_train", "leave out --push_to_hub and --no_do_train"),

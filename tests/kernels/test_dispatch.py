@@ -142,7 +142,9 @@ def test_compiled_graphs_hold_them_as_one_operator(masked):
         assert relative_error(compiled, eager) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize(
+    "masked", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="ragged")]
+)
 def test_the_operator_keeps_pytorchs_rules(masked):
     from nystrom_models.kernels.nystrom import attention
 
