@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corpora, tokenizers and examples to train on."""
 
+from .causal import CausalCollator, causal_dataset, causal_stream, causal_tokenizer
 from .classification import ClassificationCollator, TextTask, classification_dataset
 from .docstrings import load_docstrings
 from .files import load_files
@@ -13,6 +14,7 @@ from .tokenization import TextBatches, train_tokenizer
 
 __all__ = [
     "GLUE_TASKS",
+    "CausalCollator",
     "ClassificationCollator",
     "PretrainingCollator",
     "RowLoader",
@@ -21,6 +23,9 @@ __all__ = [
     "TextBatches",
     "TextTask",
     "TrainingLoader",
+    "causal_dataset",
+    "causal_stream",
+    "causal_tokenizer",
     "classification_dataset",
     "eval_dataloader",
     "load_docstrings",

@@ -24,7 +24,7 @@ from ..models.configuration_nystromformer import NystromformerConfig
 # Inside the package, so that an installed one finds it, too.
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
 
-FAMILIES = {"nystromformer": "Nyströmformer", "linformer": "Linformer"}
+FAMILIES = {"nystromformer": "Nyströmformer", "linformer": "Linformer", "linear_transformer": "linear transformer"}
 
 PACKAGES = ("nystrom-models", "torch", "transformers", "tokenizers", "datasets", "accelerate")
 
@@ -45,6 +45,7 @@ _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
 TASKS = {
     "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
     "ForMaskedLM": _Task("fill-mask", "that fills in masked tokens", _MASKED),
+    "ForCausalLM": _Task("text-generation", "that continues texts", call="model({}, max_new_tokens=20)"),
     "ForSequenceClassification": _Task("text-classification", "that classifies texts"),
     "ForTokenClassification": _Task("token-classification", "that classifies tokens"),
     "Model": _Task(
@@ -88,7 +89,12 @@ def _num_parameters(output_dir: Path) -> int:
 
 def limits_of(config: BaseConfig) -> list[str]:
     """Sentences about what a model of this configuration cannot do, whatever it was trained on."""
-    limits = [f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."]
+    longest = config.max_position_embeddings
+    limits = [
+        "Inputs of any length are taken; those longer than what it was trained on were not examined."
+        if longest is None
+        else f"Inputs of more than {longest} tokens are refused: truncate or split them."
+    ]
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is not None:
             limits.append(
@@ -229,7 +235,9 @@ def model_card(
         base_model=os.path.basename(os.path.normpath(base_model)) if base_model and local_base else base_model,
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
-        max_length=config.max_position_embeddings,
+        length="any number of tokens"
+        if config.max_position_embeddings is None
+        else f"up to {config.max_position_embeddings} tokens",
         linear=getattr(config, "num_landmarks", 0) is not None,
         usage=_usage(task, name, example),
         remote_usage=_usage(task, name, example, ", trust_remote_code=True"),
