@@ -219,7 +219,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     (arguments,) = HfArgumentParser(ExportArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
     model = load_model(arguments)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.model_name_or_path)
-    limit = min(model.config.max_position_embeddings, tokenizer.model_max_length)
+    limit = min(model.config.max_position_embeddings or tokenizer.model_max_length, tokenizer.model_max_length)
     lengths = arguments.lengths or [max(1, limit // 4), limit]
     if not 1 <= min(lengths) <= max(lengths) <= limit:
         raise ValueError(f"--lengths must lie between 1 and {limit}, which the model takes, but are {lengths}.")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a causal language model: the next token, of documents packed into full rows.
 
-    python examples/run_clm.py --config_name causal.json --tokenizer_name outputs/tokenizer \\
-        --train_file corpus.txt --block_size 512 --output_dir outputs/causal
+    python examples/run_clm.py --recipe configs/recipes/clm-tiny-512.args --tokenizer_name outputs/tokenizer \\
+        --train_file corpus.txt --output_dir outputs/causal
 
 No state crosses from one document of a row to the next, and no document is predicted from another. --train_file
 takes documents separated by empty lines (.txt), or a column of documents (.jsonl, .csv, .parquet); --dataset_name

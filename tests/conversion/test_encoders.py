@@ -411,3 +411,8 @@ def test_model_and_tokenizer_take_the_new_length(family, tokenizer, tmp_path):
     assert model(**inputs).logits.isfinite().all()
     with pytest.raises(ValueError, match="is the source"):
         convert_checkpoint(tmp_path / "source", tmp_path / "source", config)
+
+
+def test_a_family_that_weights_do_not_fit_is_refused():
+    with pytest.raises(ValueError, match="family='nystromformer'"):
+        converted_config(BertConfig(), family="linear_transformer")

@@ -107,6 +107,23 @@ def test_every_field_finds_its_place(tmp_path):
         assert part in card.text, part
 
 
+def test_a_causal_model_of_any_length(tmp_path):
+    model = make_model(
+        "linear-causal", "ForCausalLM", position_embedding_type="sinusoidal", max_position_embeddings=None
+    )
+    model.save_pretrained(tmp_path / "run")
+    card = model_card(tmp_path / "run", data="Docstrings.", metrics={"perplexity": 9.5})
+    assert card.data.pipeline_tag == "text-generation"
+    for part in (
+        "A linear transformer (LinearTransformerForCausalLM) that continues texts.",
+        "takes any number of tokens",
+        'pipeline("text-generation"',
+        "single tokens far back",
+    ):
+        assert part in card.text, part
+    assert "are refused" not in card.text
+
+
 def test_what_a_card_cannot_say_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         write_model_card(tmp_path, data="")

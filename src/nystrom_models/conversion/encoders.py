@@ -111,6 +111,11 @@ def converted_config(
     ```
     """
     families = {base.config_class.model_type: base.config_class for base in FAMILIES}
+    if family == "linear_transformer":
+        raise ValueError(
+            "A linear transformer computes another function than softmax attention, and weights of a softmax model do "
+            "not fit it: use family='nystromformer' or family='linformer', or train a linear transformer from nothing."
+        )
     if family not in families:
         raise ValueError(f"family={family!r} is unknown: use one of {', '.join(families)}.")
     known = families[family]()

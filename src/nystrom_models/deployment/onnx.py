@@ -120,7 +120,7 @@ def export_onnx(
         raise ValueError(f"input_names must be input_ids and some of {INPUT_NAMES[1:]}, but are {list(input_names)}.")
 
     limit = model.config.max_position_embeddings
-    inputs = _inputs(model, input_names, batch=2, length=min(limit, 16))
+    inputs = _inputs(model, input_names, batch=2, length=min(limit or 16, 16))
     axes = [Dim("batch_size", min=1), Dim("sequence_length", min=1, max=limit)]
     if inputs["input_ids"].dim() == 3:
         axes.insert(1, Dim("num_choices", min=1))
@@ -175,7 +175,8 @@ def compare_onnx(model: PreTrainedModel, path: str | os.PathLike, lengths: Seque
     # Whether an output has a value for each token.
     by_token = {value.name: "sequence_length" in value.shape[1:] for value in session.get_outputs()}
     worst = 0.0
-    for length in sorted({min(length, model.config.max_position_embeddings) for length in lengths}):
+    limit = model.config.max_position_embeddings
+    for length in sorted({length if limit is None else min(length, limit) for length in lengths}):
         for batch in (1, 4):
             inputs = _inputs(model, names, batch, length)
             results = session.run(list(by_token), {name: tensor.cpu().numpy() for name, tensor in inputs.items()})

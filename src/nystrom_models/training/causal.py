@@ -70,7 +70,7 @@ def _config(args: CausalArguments, tokenizer: PreTrainedTokenizerBase) -> BaseCo
         "pad_token_id": None if pad == tokenizer.eos_token_id else pad,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    wanted = "a linear transformer with is_decoder=True"
+    wanted = "a linear transformer with is_decoder=True, such as configs/linear_transformer/tiny-512-causal.json"
     config = read_config(args, tokenizer, ids, wanted)
     if not config.is_decoder:
         raise ValueError(

@@ -6,15 +6,22 @@ import json
 from collections.abc import Sequence
 
 import torch
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModel, AutoModelForPreTraining
+from transformers import AutoConfig, AutoModel
 
 from ..models.configuration_base import BaseConfig
+from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
 from .model_card import FAMILIES, TEMPLATE, limits_of
 
 PAPERS = {
+    "linear_transformer": (
+        "Angelos Katharopoulos, Apoorv Vyas, Nikolaos Pappas and François Fleuret: Transformers are RNNs: Fast "
+        "Autoregressive Transformers with Linear Attention. ICML 2020, "
+        "[arXiv:2006.16236](https://arxiv.org/abs/2006.16236)."
+    ),
     "nystromformer": (
         "Yunyang Xiong, Zhanpeng Zeng, Rudrasis Chakraborty, Mingxing Tan, Glenn Fung, Yin Li and Vikas Singh: "
         "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention. AAAI 2021, "
@@ -32,6 +39,11 @@ def _attention(config: BaseConfig) -> str:
         if config.num_landmarks is None:
             return "softmax, exact: the control of the Nyström models"
         return f"Nyström, {config.num_landmarks} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse"
+    if isinstance(config, LinearTransformerConfig):
+        projected = (
+            "" if config.projected_dim is None else f", keys and values projected to {config.projected_dim} slots"
+        )
+        return f"linear, {'causal, ' if config.is_decoder else ''}feature map {config.feature_map}{projected}"
     shared = {
         "none": "not shared",
         "headwise": "shared by the heads of a layer",
@@ -44,16 +56,17 @@ def _attention(config: BaseConfig) -> str:
 
 def _summary(config: BaseConfig) -> str:
     linear = not (isinstance(config, NystromformerConfig) and config.num_landmarks is None)
+    longest = config.max_position_embeddings
     return (
-        f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for up to "
-        f"{config.max_position_embeddings} tokens, whose attention takes time and memory "
+        f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for "
+        f"{'any number of' if longest is None else f'up to {longest}'} tokens, whose attention takes time and memory "
         f"{'linear' if linear else 'quadratic'} in their number."
     )
 
 
 def _facts(config: BaseConfig) -> list[tuple[str, str]]:
     with torch.device("meta"):
-        model = AutoModelForPreTraining.from_config(config)
+        model = getattr(transformers, _head(config)[0]).from_config(config)
     total, encoder = model.num_parameters(), sum(p.numel() for p in model.base_model.encoder.parameters())
     convolution = (
         "none" if config.conv_kernel_size is None else f"{config.conv_kernel_size} tokens wide, on each head's values"
@@ -66,21 +79,29 @@ def _facts(config: BaseConfig) -> list[tuple[str, str]]:
             f"{config.num_hidden_layers}, {config.hidden_size}, "
             f"{config.num_attention_heads}, {config.intermediate_size}",
         ),
-        ("Longest input", f"{config.max_position_embeddings} tokens"),
+        ("Longest input", f"{config.max_position_embeddings or 'any number of'} tokens"),
         ("Vocabulary", f"{config.vocab_size:,}"),
-        ("Parameters, with the MLM and SOP heads", f"{total:,}, of which {encoder:,} in the layers"),
+        (f"Parameters, with {_head(config)[1]}", f"{total:,}, of which {encoder:,} in the layers"),
     ]
 
 
 def _operations(config: BaseConfig) -> list[tuple[str, str, str]]:
     """Tokens, operations with this attention, with softmax attention: at a quarter of the longest length and at it."""
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    longest = config.max_position_embeddings or 4096
     values = {name: getattr(config, name) for name in sizes} | {"num_landmarks": None, "conv_kernel_size": None}
-    softmax = NystromformerConfig(**values)
+    softmax = NystromformerConfig(**values, max_position_embeddings=longest)
     return [
         (f"{length:,}", f"{_millions_a_token(config, length):.3g}", f"{_millions_a_token(softmax, length):.3g}")
-        for length in (config.max_position_embeddings // 4, config.max_position_embeddings)
+        for length in (longest // 4, longest)
     ]
+
+
+def _head(config: BaseConfig) -> tuple[str, str]:
+    """The Auto class of the model that is pretrained, and its heads in words."""
+    if config.is_decoder:
+        return "AutoModelForCausalLM", "the head that predicts the next token"
+    return "AutoModelForPreTraining", "the MLM and SOP heads"
 
 
 def _millions_a_token(config: BaseConfig, length: int) -> float:
@@ -134,7 +155,7 @@ def configuration_card(
         language="en" if results else None,
         license="apache-2.0",
         library_name="transformers",
-        pipeline_tag="fill-mask",
+        pipeline_tag="text-generation" if config.is_decoder else "fill-mask",
         tags=["nystrom_models", config.model_type],
         model_name=name,
         eval_results=list(results[0][1]) if results else None,
@@ -144,6 +165,7 @@ def configuration_card(
         template_path=str(TEMPLATE.with_name("configuration.md")),
         name=name,
         file=file,
+        auto_class=_head(config)[0],
         summary=_summary(config),
         facts=_facts(config),
         operations=_operations(config),

@@ -121,12 +121,13 @@ def row_length(flag: str, value: int | None, config: BaseConfig, default: int | 
     """The length of rows: `value`, or by default the model's longest, or `default` where it has none.
 
     Raises:
-        ValueError: if it is more than the model takes.
+        ValueError: if it is more than the model takes, or nothing says how long it is.
     """
     longest = config.max_position_embeddings
     if value is None:
-        value = longest if longest is not None else default
-    assert value is not None
+        value = default if longest is None else longest
+    if value is None:
+        raise ValueError(f"The model takes any number of tokens: say by {flag} how long the rows are to be.")
     if longest is not None and value > longest:
         raise ValueError(
             f"{flag} {value} is more than the {longest} tokens that the model takes: lower it, or give "

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from ..models.configuration_base import BaseConfig
+from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_linformer import LinformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
 
@@ -45,7 +46,7 @@ _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
 TASKS = {
     "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
     "ForMaskedLM": _Task("fill-mask", "that fills in masked tokens", _MASKED),
-    "ForCausalLM": _Task("text-generation", "that continues texts", call="model({}, max_new_tokens=20)"),
+    "ForCausalLM": _Task("text-generation", "that continues texts", '"Replace this beginning by your own."'),
     "ForSequenceClassification": _Task("text-classification", "that classifies texts"),
     "ForTokenClassification": _Task("token-classification", "that classifies tokens"),
     "Model": _Task(
@@ -89,12 +90,11 @@ def _num_parameters(output_dir: Path) -> int:
 
 def limits_of(config: BaseConfig) -> list[str]:
     """Sentences about what a model of this configuration cannot do, whatever it was trained on."""
-    longest = config.max_position_embeddings
-    limits = [
-        "Inputs of any length are taken; those longer than what it was trained on were not examined."
-        if longest is None
-        else f"Inputs of more than {longest} tokens are refused: truncate or split them."
-    ]
+    limits = []
+    if config.max_position_embeddings is not None:
+        limits.append(
+            f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."
+        )
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is not None:
             limits.append(
@@ -114,6 +114,11 @@ def limits_of(config: BaseConfig) -> list[str]:
         slots = config.projected_dim
         number = f"{min(slots)} to {max(slots)}" if isinstance(slots, list) else str(slots)
         limits.append(f"Attention goes through {number} slots that keys and values are projected to, at any length.")
+    elif isinstance(config, LinearTransformerConfig):
+        limits.append(
+            "However long the text is, each head holds it in a sum of fixed size: single tokens far back are recalled "
+            "less sharply than by softmax attention."
+        )
     return limits
 
 
@@ -235,9 +240,9 @@ def model_card(
         base_model=os.path.basename(os.path.normpath(base_model)) if base_model and local_base else base_model,
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
-        length="any number of tokens"
+        max_length="any number of"
         if config.max_position_embeddings is None
-        else f"up to {config.max_position_embeddings} tokens",
+        else f"up to {config.max_position_embeddings}",
         linear=getattr(config, "num_landmarks", 0) is not None,
         usage=_usage(task, name, example),
         remote_usage=_usage(task, name, example, ", trust_remote_code=True"),

@@ -208,7 +208,7 @@ def pretrain(
     )
     config = _config(args, tokenizer)
     args = replace(args, max_length=row_length("--max_length", args.max_length, config))
-    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.model_max_length = config.max_position_embeddings or args.max_length
     held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
     def scores(model: nn.Module) -> dict[str, float]:
