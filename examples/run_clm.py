@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a causal language model: the next token, of documents packed into full rows.
 
-    python examples/run_clm.py --recipe configs/recipes/clm-tiny-512.args --tokenizer_name outputs/tokenizer \\
+    python examples/run_clm.py --recipe configs/recipes/clm-tiny-512.args --tokenizer_name outputs/bpe \\
         --train_file corpus.txt --output_dir outputs/causal
 
 No state crosses from one document of a row to the next, and no document is predicted from another. --train_file

@@ -52,17 +52,19 @@ DOCUMENTS = list(dict.fromkeys(document(i) for i in range(200)))[:150]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A text file of documents between blank lines, a tokenizer in the manner of BERT, and a configuration."""
+    """A text file of documents between blank lines, tokenizers in the manner of BERT and of GPT-2, a configuration."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "train.txt").write_text("\n\n".join(DOCUMENTS) + "\n", encoding="utf-8")
-    options = ["--train_file", f"{folder}/train.txt", "--vocab_size", "200", "--max_length", "64"]
-    train_tokenizer.main([*options, "--output_dir", f"{folder}/tokenizer", "--cache_dir", f"{folder}/cache"])
+    options = ["--train_file", f"{folder}/train.txt", "--vocab_size", "300", "--max_length", "64"]
+    for kind in ("wordpiece", "byte_level_bpe"):
+        paths = ["--output_dir", f"{folder}/{kind}", "--cache_dir", f"{folder}/cache"]
+        train_tokenizer.main([*options, "--tokenizer_type", kind, *paths])
     (folder / "causal.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     return folder
 
 
 def arguments(corpus, output, *options, steps=10):
-    paths = ["--config_name", f"{corpus}/causal.json", "--tokenizer_name", f"{corpus}/tokenizer"]
+    paths = ["--config_name", f"{corpus}/causal.json", "--tokenizer_name", f"{corpus}/byte_level_bpe"]
     paths += ["--train_file", f"{corpus}/train.txt", "--cache_dir", f"{corpus}/cache", "--output_dir", str(output)]
     return [*paths, *OPTIONS.split(), "--max_train_steps", str(steps), *options]
 
@@ -81,10 +83,19 @@ def losses(rows):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory):
-    output = tmp_path_factory.mktemp("causal") / "run"
-    options = ["--max_train_samples", "100", "--eval_strategy", "steps", "--eval_steps", "50"]
+@pytest.fixture(scope="module", params=["wordpiece", "byte_level_bpe"])
+def trained(request, corpus, tmp_path_factory):
+    output = tmp_path_factory.mktemp("causal") / request.param
+    options = [
+        "--tokenizer_name",
+        f"{corpus}/{request.param}",
+        "--max_train_samples",
+        "100",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "50",
+    ]
     return output, *run(corpus, output, *options, steps=120)
 
 
@@ -138,8 +149,9 @@ def test_scores_are_those_of_the_held_out_documents_alone(trained, corpus):
 def test_the_pipeline_generates(trained):
     generate = hf_pipeline("text-generation", model=str(trained[0]))
     [answer] = generate("First the fox was", max_new_tokens=40, do_sample=False)
-    # WordPiece does not tell whether a space comes before its first piece.
-    assert answer["generated_text"].startswith(("First the fox was seen in the", "First the fox wasseen in the"))
+    # WordPiece does not tell whether a space comes before a piece that begins a word.
+    space = "" if trained[0].name == "wordpiece" else " "
+    assert answer["generated_text"].startswith(f"First the fox was{space}seen in the")
     assert len(generate.tokenizer(answer["generated_text"])["input_ids"]) < 40  # it has learned where a document ends
     together = generate(["First", "Then the cow came"], max_new_tokens=8, do_sample=False, batch_size=2)
     assert together[1] == generate(["Then the cow came"], max_new_tokens=8, do_sample=False)[0]
@@ -157,6 +169,7 @@ def test_a_model_is_evaluated_and_trained_on(trained, corpus, tmp_path):
     assert further["validation"]["loss"] < 1.5 * results["validation"]["loss"]
 
 
+@pytest.mark.filterwarnings("ignore:Since .* versions")
 @pytest.mark.parametrize("streaming", [False, True], ids=["rows", "stream"])
 def test_a_run_killed_and_resumed_is_the_unstopped_one(streaming, corpus, tmp_path):
     """In a process of its own, over the end of an epoch; weights bit for bit."""

@@ -10,7 +10,7 @@ from .loading import RowLoader, Step, TrainingLoader, eval_dataloader
 from .masking import PretrainingCollator
 from .pretraining import pretraining_dataset
 from .streams import StreamLoader, pretraining_stream
-from .tokenization import TextBatches, train_tokenizer
+from .tokenization import TextBatches, train_byte_level_tokenizer, train_tokenizer
 
 __all__ = [
     "GLUE_TASKS",
@@ -33,5 +33,6 @@ __all__ = [
     "load_glue",
     "pretraining_dataset",
     "pretraining_stream",
+    "train_byte_level_tokenizer",
     "train_tokenizer",
 ]
