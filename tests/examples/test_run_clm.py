@@ -96,6 +96,7 @@ def trained(request, corpus, tmp_path_factory):
         "--eval_steps",
         "50",
     ]
+    options += ["--load_best_model_at_end", "--metric_for_best_model", "bits_per_byte"]
     return output, *run(corpus, output, *options, steps=120)
 
 
@@ -104,6 +105,8 @@ def test_it_learns_and_leaves_everything(trained):
     scores = results["validation"]
     assert scores["accuracy"] > 0.7 and losses(rows)[-1] < 0.4 * losses(rows)[0]
     assert [row["step"] for row in rows if "eval_loss" in row] == [50, 100, 120]
+    measured = {row["step"]: row["eval_bits_per_byte"] for row in rows if "eval_loss" in row}
+    assert measured[results["train"]["best_step"]] == min(measured.values())
     written = json.loads((output / "all_results.json").read_text())
     assert written["results"] == results and written["arguments"]["block_size"] == 48
     assert (output / "training_curve.png").read_bytes().startswith(b"\x89PNG")
