@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import json
 from itertools import islice, pairwise
 
@@ -48,6 +49,15 @@ def test_a_prompt_is_not_ended(tokenizer, causal, tmp_path):
         assert set(each("the mean value")) == {"input_ids", "attention_mask"}
         assert each.padding_side == "left" and each.all_special_tokens == tokenizer.all_special_tokens
     assert tokenizer("x")["input_ids"][-1] == tokenizer.sep_token_id and tokenizer.padding_side == "right"
+
+
+def test_special_tokens_of_ones_own_are_kept(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<turn>"]})
+    causal = causal_tokenizer(tokenizer)
+    ids = causal("the <turn> mean")["input_ids"]
+    assert ids == tokenizer("the <turn> mean")["input_ids"][:-1] and causal.convert_tokens_to_ids("<turn>") in ids
+    assert causal.decode(ids, skip_special_tokens=True) == "the mean"
 
 
 def test_tokenizers_that_end_no_text_are_kept():

@@ -79,6 +79,7 @@ def causal_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
         model_max_length=tokenizer.model_max_length,
         model_input_names=["input_ids", "attention_mask"],
         padding_side="left",
+        extra_special_tokens=list(tokenizer.extra_special_tokens),
         **tokenizer.special_tokens_map,
     )
 
