@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a WordPiece tokenizer, as BERT has one, on the documents that a model is to be pretrained on.
+"""Train a tokenizer on the documents that a model is to be pretrained on: WordPiece, as BERT has it, or for causal
+models byte-level BPE, as GPT-2 has it.
 
     python examples/train_tokenizer.py --train_file corpus.txt --vocab_size 30000 --output_dir outputs/tokenizer
+    python examples/train_tokenizer.py --train_file corpus.txt --tokenizer_type byte_level_bpe --output_dir outputs/bpe
 
---train_file and --dataset_name take what examples/run_pretraining.py takes.
+--train_file and --dataset_name take what examples/run_pretraining.py and examples/run_clm.py take.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from nystrom_models.data import TextBatches, load_files, train_tokenizer
+from nystrom_models.data import TextBatches, load_files, train_byte_level_tokenizer, train_tokenizer
 from nystrom_models.data.classification import require_column
 from nystrom_models.training.arguments import parse_arguments
 
@@ -22,6 +25,9 @@ class TokenizerArguments:
     """Data, vocabulary and output."""
 
     output_dir: str = field(metadata={"help": "The tokenizer is written here."})
+    tokenizer_type: Literal["wordpiece", "byte_level_bpe"] = field(
+        default="wordpiece", metadata={"help": "Pieces of words, for encoders; pieces of text, for causal models."}
+    )
     dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
     train_file: list[str] | None = field(
@@ -33,7 +39,9 @@ class TokenizerArguments:
     vocab_size: int = field(default=30_000, metadata={"help": "Tokens, at most."})
     min_frequency: int = field(default=2, metadata={"help": "How often two pieces must meet to become one."})
     max_length: int = field(default=512, metadata={"help": "Tokens of a row, at most, of the model it is for."})
-    keep_case: bool = field(default=False, metadata={"help": "Keep capitals and accents."})
+    keep_case: bool = field(
+        default=False, metadata={"help": "Keep capitals and accents, as byte_level_bpe always does."}
+    )
     cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
 
     def __post_init__(self):
@@ -60,13 +68,13 @@ def main(args: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
         require_column(documents, arguments.text_column_name, "the documents")
     if arguments.max_train_samples is not None:
         documents = documents.take(arguments.max_train_samples)
-    tokenizer = train_tokenizer(
-        TextBatches(documents, arguments.text_column_name),
-        arguments.vocab_size,
-        arguments.max_length,
-        lowercase=not arguments.keep_case,
-        min_frequency=arguments.min_frequency,
-    )
+    texts = TextBatches(documents, arguments.text_column_name)
+    sizes = {"vocab_size": arguments.vocab_size, "model_max_length": arguments.max_length}
+    if arguments.tokenizer_type == "byte_level_bpe":
+        tokenizer = train_byte_level_tokenizer(texts, **sizes, min_frequency=arguments.min_frequency)
+    else:
+        lowercase = not arguments.keep_case
+        tokenizer = train_tokenizer(texts, **sizes, lowercase=lowercase, min_frequency=arguments.min_frequency)
     tokenizer.save_pretrained(arguments.output_dir)
     print(f"A tokenizer of {len(tokenizer):,} tokens is in {arguments.output_dir}")
     return tokenizer

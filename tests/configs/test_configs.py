@@ -6,19 +6,21 @@ import os
 from pathlib import Path
 
 import pytest
+import run_clm
 import run_glue
 import run_imdb
 import run_pretraining
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer, BertConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining, AutoTokenizer, BertConfig
 
 import nystrom_models
 from nystrom_models import NystromformerConfig
 from nystrom_models.data import train_tokenizer
 from nystrom_models.models.modeling_base import BasePreTrainedModel
 from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.causal import CausalArguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments
 from nystrom_models.training.grid import parse_grid
 from nystrom_models.training.optimization import OptimizationArguments
@@ -37,17 +39,20 @@ def test_configuration_gives_the_model_its_name_says(name):
     assert (config.hidden_size, config.num_hidden_layers) == {"base": (768, 12), "small": (512, 4), "tiny": (128, 2)}[
         size
     ]
-    # Positions are counted as in the published Nyströmformers (n - 2), or as in the Linformer paper (n).
-    assert config.max_position_embeddings in (int(length) - 2, int(length))
+    # Positions are counted as in the published Nyströmformers (n - 2), or as in the Linformer paper (n); of a causal
+    # model the name says how long the rows are that it is trained on.
+    expected = (None,) if config.is_decoder else (int(length) - 2, int(length))
+    assert config.max_position_embeddings in expected
     if family == "nystromformer":
         assert config.num_landmarks == (None if options == ["softmax"] else 32 if size == "tiny" else 64)
     elif family == "linear_transformer":
-        assert config.feature_map == "elu" and config.projected_dim is None and not options
+        assert config.feature_map == "elu" and config.projected_dim is None
+        assert options == ["causal"] * config.is_decoder
     else:
         assert config.projected_dim == int(options[0].removeprefix("k"))
         assert config.share_projection == "_".join(options[1:])
     with torch.device("meta"):
-        model = AutoModelForPreTraining.from_config(config)
+        model = (AutoModelForCausalLM if config.is_decoder else AutoModelForPreTraining).from_config(config)
     assert (model.num_parameters() > 100e6) == (size == "base")
 
 
@@ -75,6 +80,11 @@ def test_recipe_is_taken_by_its_script(path, monkeypatch, tmp_path):
         if arguments.config_overrides is not None:
             config.update_from_string(arguments.config_overrides)
         assert arguments.streaming is False and optimization.max_train_steps is not None
+    elif script == "examples/run_clm.py":
+        arguments, optimization = parse_arguments((CausalArguments, OptimizationArguments), flags)
+        config = AutoConfig.from_pretrained(arguments.config_name)
+        assert config.is_decoder and optimization.max_train_steps is not None
+        assert arguments.block_size == int(path.stem.split("-")[-1])
     else:
         types = {"examples/run_glue.py": run_glue.GlueArguments, "examples/run_imdb.py": run_imdb.ImdbArguments}
         flags += ["--model_name_or_path", "x"]
@@ -127,8 +137,9 @@ def test_recipe_runs(path, material, tmp_path, monkeypatch):
         path.read_text().split(maxsplit=2)[1].rstrip(",:")[len("examples/") : -len(".py")]
     )
     flags = ["--recipe", os.path.relpath(path), "--output_dir", "output", "--cache_dir", f"{material}/cache"]
-    flags += ["--max_train_steps", "1", "--per_device_train_batch_size", "4", "--max_length", "24"]
-    if script is run_pretraining:
+    flags += ["--max_train_steps", "1", "--per_device_train_batch_size", "4"]
+    flags += ["--block_size" if script is run_clm else "--max_length", "24"]
+    if script in (run_pretraining, run_clm):
         size = ",".join(f"{name}={value}" for name, value in SMALL.items())
         flags += ["--train_file", f"{material}/corpus.txt", "--tokenizer_name", f"{material}/model"]
         if "bert" in path.stem:
@@ -136,9 +147,10 @@ def test_recipe_runs(path, material, tmp_path, monkeypatch):
             size += f",vocab_size={vocabulary},hidden_act=gelu,layer_norm_eps=1e-12"
             flags += ["--model_name_or_path", f"{material}/bert"]
         results = script.main([*flags, "--config_overrides", size])
-        assert results["train"]["steps"] == 1 and math.isfinite(results["validation"]["mlm_loss"])
+        assert results["train"]["steps"] == 1 and math.isfinite(results["validation"]["perplexity"])
         config = AutoConfig.from_pretrained("output")
         family = "linformer" if "linformer" in path.stem else "nystromformer"
+        family = "linear_transformer" if script is run_clm else family
         assert config.model_type == family and config.hidden_size == 32
     else:
         flags += ["--model_name_or_path", f"{material}/model", "--train_file", f"{material}/rows.json"]

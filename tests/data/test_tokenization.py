@@ -6,7 +6,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from nystrom_models import LinformerConfig, NystromformerConfig
-from nystrom_models.data import TextBatches, train_tokenizer
+from nystrom_models.data import TextBatches, causal_tokenizer, train_byte_level_tokenizer, train_tokenizer
 
 
 def test_pairs_and_special_tokens(tokenizer):
@@ -70,3 +70,22 @@ def test_characters_beyond_the_alphabet_leave_no_holes():
 def test_batches_of_a_column_can_be_read_twice():
     batches = TextBatches(Dataset.from_dict({"body": ["a", "b", "c"], "other": [1, 2, 3]}), "body", batch_size=2)
     assert list(batches) == list(batches) == [["a", "b"], ["c"]]
+
+
+def test_a_byte_level_tokenizer_loses_nothing(documents, tmp_path):
+    tokenizer = train_byte_level_tokenizer(documents["text"], 400, show_progress=False)
+    assert len(tokenizer) == 400
+    assert train_byte_level_tokenizer(documents["text"], 400, show_progress=False).get_vocab() == tokenizer.get_vocab()
+    config = LinformerConfig()
+    ids = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert ids == (config.bos_token_id, config.pad_token_id, config.eos_token_id)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in (*documents["text"][:20], "  R\u00f6hre , \U0001f600\n\tEND ."):
+        for each in (tokenizer, loaded, causal_tokenizer(loaded)):
+            found = each(text)
+            assert set(found) == {"input_ids", "attention_mask"} and found["input_ids"][0] == each.bos_token_id
+            assert each.decode(found["input_ids"], skip_special_tokens=True) == text
+    assert len(loaded(documents["text"][0])["input_ids"]) < len(documents["text"][0]) / 2
+    with pytest.raises(ValueError, match="vocab_size must be at least 259"):
+        train_byte_level_tokenizer(documents["text"], 258)

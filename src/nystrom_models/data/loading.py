@@ -173,7 +173,7 @@ class RowLoader:
         if tokens_per_step is not None and tokens_per_step < self.lengths.max():
             raise ValueError(
                 f"--tokens_per_step {tokens_per_step} is less than the {self.lengths.max()} tokens of the longest "
-                "row: raise it, or lower --max_length."
+                "row: raise it, or lower --max_length (--block_size)."
             )
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
 

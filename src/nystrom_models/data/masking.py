@@ -9,26 +9,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .special_tokens import Template
+
 IGNORED = -100  # the label of what is not predicted
-
-
-class _Template:
-    """The special tokens that a tokenizer puts around one text or the two of a pair, and the token types of all."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, num_texts: int):
-        # Any word will do as a text: only what stands around it is read.
-        encoding = tokenizer(*[tokenizer.mask_token] * num_texts, return_token_type_ids=True)[0]
-        self.special: list[list[int]] = [[] for _ in range(num_texts + 1)]  # ids before each text, and behind the last
-        self.special_types: list[list[int]] = [[] for _ in range(num_texts + 1)]
-        self.text_types = [0] * num_texts
-        text = -1  # the last text that was met
-        for token, kind, sequence in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
-            if sequence is None:
-                self.special[text + 1].append(token)
-                self.special_types[text + 1].append(kind)
-            else:
-                text = sequence
-                self.text_types[text] = kind
 
 
 @dataclass
@@ -75,7 +58,7 @@ class PretrainingCollator:
         if self.tokenizer.mask_token_id is None:
             raise ValueError("tokenizer has no mask token: add one, or use a tokenizer of a masked language model.")
         self.epoch = 0
-        self._templates = {num_texts: _Template(self.tokenizer, num_texts) for num_texts in (1, 2)}
+        self._templates = {num_texts: Template(self.tokenizer, num_texts) for num_texts in (1, 2)}
         self._ordinary = np.ones(len(self.tokenizer), dtype=bool)
         self._ordinary[self.tokenizer.all_special_ids] = False
 
@@ -140,7 +123,7 @@ class PretrainingCollator:
         return [np.concatenate(column) for column in zip(*parts, strict=True)], order
 
     @staticmethod
-    def _special(template: _Template, place: int) -> tuple[list[int], list[int], list[int]]:
+    def _special(template: Template, place: int) -> tuple[list[int], list[int], list[int]]:
         """Ids, token types and labels of special tokens."""
         ids = template.special[place]
         return ids, template.special_types[place], [IGNORED] * len(ids)

@@ -48,7 +48,7 @@ class _Reader:
     def _read(self) -> list[Row]:
         numbers: list[int] = []
         documents: list[Mapping[str, Any]] = []
-        while len(documents) < DOCUMENTS_OF_A_BATCH:
+        while len(documents) < self.lane.documents_of_a_batch:
             document = next(self.documents, None)
             if document is None:
                 self.exhausted = True
@@ -79,6 +79,7 @@ class Lane:
         lane, num_lanes: of this lane, and of all that share the stream.
         buffer_size: rows of a block.
         seed: of the order.
+        documents_of_a_batch: how many documents `build_rows` is given at once.
     """
 
     documents: IterableDataset
@@ -87,6 +88,7 @@ class Lane:
     num_lanes: int
     buffer_size: int
     seed: int
+    documents_of_a_batch: int = DOCUMENTS_OF_A_BATCH
 
     def rows(self, epoch: int, state: Mapping[str, Any] | None = None) -> Iterator[tuple[Row, dict[str, Any]]]:
         """The rows of an epoch, from the beginning or from a state, each with the state of the lane after it."""
@@ -160,6 +162,7 @@ class StreamLoader:
         num_workers: 0 reads the stream in this process, more in another one.
         pin_memory: hand batches out in page-locked memory, from which a GPU reads them faster.
         blank: a row for a process that has none.
+        documents_of_a_batch: how many documents of a lane `build_rows` is given at once.
     """
 
     def __init__(
@@ -174,11 +177,13 @@ class StreamLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         blank: Row | None = None,
+        documents_of_a_batch: int = DOCUMENTS_OF_A_BATCH,
     ):
         self.documents, self.build_rows, self.collate_fn = documents, build_rows, collate_fn
         self.micro_batch, self.accumulation = per_device_train_batch_size, gradient_accumulation_steps
         self.buffer_size, self.seed = buffer_size, seed
         self.num_workers, self.pin_memory, self.blank = num_workers, pin_memory, blank
+        self.documents_of_a_batch = documents_of_a_batch
 
     def _lanes(self, num_lanes: int, num_processes: int, process_index: int) -> tuple[list[Lane], int]:
         """The lanes of a process, and the rows that each gives to a step."""
@@ -189,7 +194,15 @@ class StreamLoader:
                 f"{' or '.join(map(str, fitting))}."
             )
         lanes = [
-            Lane(self.documents, self.build_rows, lane, num_lanes, self.buffer_size, self.seed)
+            Lane(
+                self.documents,
+                self.build_rows,
+                lane,
+                num_lanes,
+                self.buffer_size,
+                self.seed,
+                self.documents_of_a_batch,
+            )
             for lane in range(process_index, num_lanes, num_processes)
         ]
         rows, rest = divmod(self.micro_batch * self.accumulation, len(lanes))
@@ -255,6 +268,18 @@ class StreamLoader:
         return "a stream of documents"
 
 
+def stream_columns(documents: IterableDataset) -> list[str]:
+    """The columns of a stream's first document.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    first = next(iter(documents), None)
+    if first is None:
+        raise ValueError("The stream of documents is empty.")
+    return list(first)
+
+
 def pretraining_stream(
     documents: IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -272,10 +297,7 @@ def pretraining_stream(
     Raises:
         ValueError: as [`pretraining_dataset`] does, and if the stream holds no document.
     """
-    first = next(iter(documents), None)
-    if first is None:
-        raise ValueError("The stream of documents is empty.")
-    check_options(tokenizer, max_length, short_seq_prob, text_column, list(first))
+    check_options(tokenizer, max_length, short_seq_prob, text_column, stream_columns(documents))
     build_rows = partial(
         build_pretraining_rows,
         tokenizer=tokenizer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the tokenizer that a model of this package is pretrained with."""
+"""Training of the tokenizers that models of this package are pretrained with."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 # In the order of the default ids of the configurations: bos 0, pad 1, eos 2.
 SPECIAL_TOKENS = ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
+CAUSAL_SPECIAL_TOKENS = ("<s>", "<pad>", "</s>")
 
 
 class TextBatches:
@@ -116,4 +117,60 @@ def train_tokenizer(
         pad_token="[PAD]",
         unk_token="[UNK]",
         mask_token="[MASK]",
+    )
+
+
+def train_byte_level_tokenizer(
+    texts: Iterable[str] | Iterable[list[str]],
+    vocab_size: int = 30000,
+    model_max_length: int = 512,
+    min_frequency: int = 2,
+    show_progress: bool = True,
+) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer in the manner of GPT-2, for causal models.
+
+    It loses nothing of a text: no character is unknown, and what it decodes has the case and the spaces of the text. A
+    prompt comes out as `<s> A`, and is not ended; `</s>` is the end-of-sequence token.
+
+    Args:
+        texts: strings or lists of strings, gone through once.
+        vocab_size: upper bound of the vocabulary, the 256 bytes and the special tokens included.
+        model_max_length: the longest sequence, special tokens included, that the model takes; it is saved along.
+        min_frequency: how often a pair of pieces must occur to become one piece.
+        show_progress: progress bars of `tokenizers`.
+
+    Returns:
+        A tokenizer that `save_pretrained` writes and `AutoTokenizer.from_pretrained` reads.
+
+    Raises:
+        ValueError: if `vocab_size` cannot hold the bytes and the special tokens.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    least = len(alphabet) + len(CAUSAL_SPECIAL_TOKENS)
+    if vocab_size < least:
+        raise ValueError(f"vocab_size must be at least {least}, for example 8000, but is {vocab_size}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(CAUSAL_SPECIAL_TOKENS),
+        initial_alphabet=alphabet,
+        show_progress=show_progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    bos, pad, eos = CAUSAL_SPECIAL_TOKENS
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, CAUSAL_SPECIAL_TOKENS.index(bos))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=model_max_length,
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
     )

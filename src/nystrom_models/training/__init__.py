@@ -6,6 +6,7 @@ from .checkpoints import CheckpointArguments, find_checkpoint, list_checkpoints
 from .launch import create_accelerator
 from .loop import Evaluation, TrainingState, num_training_steps, train
 from .objectives import (
+    CausalObjective,
     ClassificationObjective,
     MultiLabelObjective,
     Objective,
@@ -18,6 +19,7 @@ from .scores import evaluate, predict
 from .selection import Goal
 
 __all__ = [
+    "CausalObjective",
     "CheckpointArguments",
     "ClassificationObjective",
     "DataArguments",

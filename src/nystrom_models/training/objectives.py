@@ -43,13 +43,13 @@ def _classification_scores(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Scores against labels, (B, ...), where those are not -100, of logits (B, ..., C), or (T, C) only there."""
     mask = labels != -100
-    if logits.shape[:-1] == labels.shape:
-        logits = logits[mask]
-    logits, targets = logits.float(), labels[mask]
-    mask = mask if mask.ndim > 1 else mask[:, None]
-    scores = {accuracy: _sums_by_row(logits.argmax(-1) == targets, mask)}
+    predicted, targets = logits.argmax(-1), labels[mask]
+    everywhere = logits.shape[:-1] == labels.shape
+    rows = mask if mask.ndim > 1 else mask[:, None]
+    scores = {accuracy: _sums_by_row((predicted[mask] if everywhere else predicted) == targets, rows)}
     if with_loss:
-        scores[loss] = _sums_by_row(F.cross_entropy(logits, targets, reduction="none"), mask)
+        logits = (logits[mask] if everywhere else logits).float()
+        scores[loss] = _sums_by_row(F.cross_entropy(logits, targets, reduction="none"), rows)
     return scores
 
 
@@ -74,6 +74,20 @@ class PretrainingObjective:
                 outputs.sop_logits, batch["sentence_order_label"], "sop_loss", "sop_accuracy", with_loss
             ),
         }
+
+
+class CausalObjective:
+    """The next token, for a `ForCausalLM` model and batches of [`CausalCollator`]: padded on the right, with labels of
+    -100 at the first token of each row and document."""
+
+    def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": (batch["labels"] != -100).sum()}
+
+    def losses(self, outputs: Any) -> dict[str, Tensor]:
+        return {"loss": outputs.loss}
+
+    def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        return _classification_scores(outputs.logits[:, :-1], batch["labels"][:, 1:], "loss", "accuracy", with_loss)
 
 
 class ClassificationObjective:

@@ -2,7 +2,7 @@
 """Pretraining with masked language modeling (MLM) and sentence-order prediction (SOP)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,26 @@ from transformers import (
 from ..conversion import convert
 from ..conversion.encoders import SOURCE_TYPES
 from ..data.classification import require_column
-from ..data.loading import RowLoader, TrainingLoader, eval_dataloader
+from ..data.loading import TrainingLoader, eval_dataloader
 from ..data.masking import PretrainingCollator
 from ..data.pretraining import MIN_ORDERED_SHARE, ordered_share, pretraining_dataset
 from ..data.streams import pretraining_stream
 from ..models.configuration_base import BaseConfig
-from .arguments import DataArguments, RunArguments
 from .identity import data_digest, model_settings, weights_digest
+from .language_modeling import (
+    Documents,
+    LanguageModelingArguments,
+    data_card,
+    load_weights_from,
+    read_config,
+    row_length,
+    row_loader,
+    stream_arguments,
+    train_and_score,
+)
 from .objectives import PretrainingObjective
 from .optimization import OptimizationArguments
-from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
+from .run import finish_run, prepare_model, start_run
 from .saving import bare_model, save_pretrained
 from .scores import evaluate
 
@@ -40,30 +50,9 @@ EVAL_MLM_PROBABILITY = 0.15
 
 
 @dataclass(kw_only=True)
-class PretrainingArguments(RunArguments, DataArguments):
-    """Model, data and output, under the names of Transformers' example scripts."""
+class PretrainingArguments(LanguageModelingArguments):
+    """The flags of run_pretraining.py."""
 
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Initial weights: a model of this package, or a BERT or RoBERTa together with --config_name."
-        },
-    )
-    config_name: str | None = field(default=None, metadata={"help": "Folder, file or Hub name of the configuration."})
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "Fields of the configuration to change: hidden_size=128,num_hidden_layers=2"}
-    )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; the model's own by default."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the documents while training, without storing them."}
-    )
-    shuffle_buffer_size: int = field(
-        default=10_000, metadata={"help": "With --streaming: size of the buffer from which rows are drawn at random."}
-    )
-    validation_split_percentage: float = field(
-        default=5.0, metadata={"help": "Share of the documents that is held out if no validation data are given."}
-    )
-    text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
     max_length: int | None = field(
         default=None, metadata={"help": "Largest number of tokens of a row; the model's maximum by default."}
     )
@@ -84,23 +73,6 @@ class PretrainingArguments(RunArguments, DataArguments):
     pad_to_multiple_of: int | None = field(
         default=None, metadata={"help": "Pad batches to a multiple of this length."}
     )
-
-    def __post_init__(self):
-        RunArguments.__post_init__(self)
-        DataArguments.__post_init__(self)
-        if self.model_name_or_path is None and self.config_name is None:
-            raise ValueError("Give --config_name for a new model, or --model_name_or_path for one to go on with.")
-        if self.model_name_or_path is None and self.tokenizer_name is None:
-            raise ValueError("A new model needs --tokenizer_name; examples/train_tokenizer.py trains one.")
-        if not 0 <= self.validation_split_percentage < 100:
-            raise ValueError(
-                "--validation_split_percentage must lie between 0 and 100, but is "
-                f"{self.validation_split_percentage:g}."
-            )
-        if self.streaming and self.eval_strategy == "epoch":
-            self.eval_strategy = "no"  # a stream does not tell where its epoch ends
-        if not self.do_train and self.model_name_or_path is None:
-            raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
 
     def row_options(self) -> dict[str, Any]:
         """Arguments of [`pretraining_dataset`] and [`pretraining_stream`]."""
@@ -126,30 +98,11 @@ class PretrainingArguments(RunArguments, DataArguments):
 
 
 def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> BaseConfig:
-    name = str(args.config_name or args.model_name_or_path)
-    config = AutoConfig.from_pretrained(name)
-    if not isinstance(config, BaseConfig):
-        raise ValueError(
-            f"{name} is a {config.model_type!r} configuration: --config_name must name a Nyströmformer or a "
-            "Linformer, such as configs/nystromformer/base-512.json."
-        )
-    if args.config_overrides is not None:
-        try:
-            config.update_from_string(args.config_overrides)
-        except (AttributeError, ValueError) as error:
-            raise ValueError(f"--config_overrides {args.config_overrides!r}: {error}.") from error
-        config = type(config).from_dict(config.to_dict())  # checks the fields together
-    if args.model_name_or_path is None:
-        config.vocab_size = len(tokenizer)
-    elif len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the model takes {config.vocab_size}: give the model's "
-            "own tokenizer, by leaving out --tokenizer_name."
-        )
-    for field_name, token in (("bos", "cls"), ("pad", "pad"), ("eos", "sep")):
-        if (token_id := getattr(tokenizer, f"{token}_token_id")) is not None:
-            setattr(config, f"{field_name}_token_id", token_id)
-    return config
+    names = {"bos_token_id": "cls_token_id", "pad_token_id": "pad_token_id", "eos_token_id": "sep_token_id"}
+    ids = {field_name: getattr(tokenizer, name) for field_name, name in names.items()}
+    known = {field_name: token_id for field_name, token_id in ids.items() if token_id is not None}
+    wanted = "a Nyströmformer or a Linformer, such as configs/nystromformer/base-512.json"
+    return read_config(args, tokenizer, known, wanted)
 
 
 def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
@@ -159,15 +112,7 @@ def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     source = AutoConfig.from_pretrained(args.model_name_or_path)
     if source.model_type in SOURCE_TYPES:
         return convert(args.model_name_or_path, config)
-    model, loaded = AutoModelForPreTraining.from_pretrained(
-        args.model_name_or_path, config=config, output_loading_info=True
-    )
-    if not args.do_train and loaded["missing_keys"]:
-        raise ValueError(
-            f"--no_do_train needs a model that was pretrained: {args.model_name_or_path} has no "
-            f"{', '.join(sorted(loaded['missing_keys']))}."
-        )
-    return model
+    return load_weights_from(AutoModelForPreTraining, args, config)
 
 
 def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
@@ -223,36 +168,21 @@ def _loader(
 ) -> tuple[TrainingLoader, float, str]:
     """The loader to train by, the share of its rows with a sentence order, and the digest of its data."""
     collator = args.collator(tokenizer, args.mlm_probability)
-    options: dict[str, Any] = {
-        "per_device_train_batch_size": optimization.per_device_train_batch_size,
-        "gradient_accumulation_steps": optimization.gradient_accumulation_steps,
-        **args.loader_options(),
-    }
     if isinstance(documents, IterableDataset):
-        if optimization.tokens_per_step is not None:
-            raise ValueError("--tokens_per_step needs rows that can be counted: leave out --streaming.")
-        stream = pretraining_stream(
-            documents, tokenizer, collator, buffer_size=args.shuffle_buffer_size, **args.row_options(), **options
-        )
+        options = stream_arguments(args, optimization)
+        stream = pretraining_stream(documents, tokenizer, collator, **args.row_options(), **options)
         first = Dataset.from_list(list(documents.take(100)))
         share = ordered_share(_rows(args, first, tokenizer, "first"))
         return stream, share, data_digest(documents)
     rows = _rows(args, documents, tokenizer, "training")
-    loader = RowLoader(
-        rows,
-        collator,
-        tokens_per_step=optimization.tokens_per_step,
-        group_by_length=optimization.group_by_length,
-        seed=args.seed,
-        **options,
-    )
+    loader = row_loader(args, optimization, rows, collator)
     return loader, ordered_share(rows), data_digest(rows)
 
 
 def pretrain(
     args: PretrainingArguments,
     optimization: OptimizationArguments,
-    documents: Mapping[str, Dataset | IterableDataset],
+    documents: Documents,
 ) -> dict[str, dict[str, Any]]:
     """Pretrains a model, from nothing or from given weights, and evaluates it on held-out documents.
 
@@ -277,7 +207,7 @@ def pretrain(
         args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
     )
     config = _config(args, tokenizer)
-    args = _with_max_length(args, config)
+    args = replace(args, max_length=row_length("--max_length", args.max_length, config))
     tokenizer.model_max_length = config.max_position_embeddings or args.max_length
     held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
@@ -303,34 +233,23 @@ def pretrain(
     with accelerator.main_process_first():
         loader, share, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
     accelerator.print(_check_order(args, share))
-    settings["the training data"] = identity["train"]
-    goal, objective = args.goal("mlm_loss"), PretrainingObjective()
-    start_trackers(accelerator, args, optimization)
-    state = train_model(
-        accelerator, model, objective, loader, args, optimization, scores, goal, "Pretraining", save_model, settings
+    how = f"masked tokens{' and sentence order' if args.sentence_order else ''}"
+    card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
+    return train_and_score(
+        accelerator,
+        model,
+        PretrainingObjective(),
+        loader,
+        args,
+        optimization,
+        scores,
+        "mlm_loss",
+        "Pretraining",
+        save_model,
+        settings,
+        identity,
+        card,
     )
-    if state.interrupted:
-        return {"train": state.figures()}
-    validation = final_scores(accelerator, state, args, scores, goal, save_model)
-    results = {"train": state.figures(), "validation": validation}
-    reported = {name: value for name, value in validation.items() if not name.endswith("_loss")}
-    finish_run(accelerator, state, results, (args, optimization), identity, reported, **_card(args, documents))
-    return results
-
-
-def _with_max_length(args: PretrainingArguments, config: BaseConfig) -> PretrainingArguments:
-    """The arguments with a length that the model takes."""
-    longest = config.max_position_embeddings
-    if args.max_length is None:
-        if longest is None:
-            raise ValueError("The model takes any number of tokens: say by --max_length how long the rows are to be.")
-        return replace(args, max_length=longest)
-    if longest is not None and args.max_length > longest:
-        raise ValueError(
-            f"--max_length {args.max_length} is more than the {longest} tokens that the model takes: lower it, or "
-            f"give --config_overrides max_position_embeddings={args.max_length}."
-        )
-    return args
 
 
 def _held_out_loader(
@@ -346,22 +265,3 @@ def _held_out_loader(
     with accelerator.main_process_first():
         rows = _rows(args, documents, tokenizer, "validation")
         return eval_dataloader(rows, collator, optimization.per_device_eval_batch_size, **args.loader_options())
-
-
-def _card(args: PretrainingArguments, documents: Mapping[str, Dataset | IterableDataset]) -> dict[str, Any]:
-    """What the model card says of the data and of the model that the run began from."""
-    train = documents["train"]
-    number = f"{len(train):,} documents" if isinstance(train, Dataset) else "a stream of documents"
-    data = (
-        f"Pretrained on {number} of {args.data_source()}, with masked tokens"
-        f"{' and sentence order' if args.sentence_order else ''}; evaluated on "
-        f"{len(documents['validation']):,} documents that were held out, of whose tokens "
-        f"{EVAL_MLM_PROBABILITY:.0%} are masked."
-    )
-    name, config = args.hub_dataset()
-    return {
-        "data": data,
-        "base_model": args.model_name_or_path,
-        "dataset_name": name,
-        "dataset_config_name": config,
-    }

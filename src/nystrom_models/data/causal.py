@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows for causal language modeling: documents one after another, packed into rows of one length, and their collator.
+
+A document is what the tokenizer makes of a prompt, and an end-of-sequence token (eos). A row says where documents
+begin in it, so that no state crosses from one to the next (the models' `seq_idx`) and no first token of a document is
+predicted from another document.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Sequence as Column
+from tokenizers import Encoding
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .masking import IGNORED
+from .pretraining import MAX_ROWS_OF_A_DOCUMENT
+from .special_tokens import Template
+from .streams import StreamLoader, stream_columns
+
+# Documents that are packed together: the last row of so many may be short.
+DOCUMENTS_OF_A_BATCH = 1000
+
+TOKENS = Features(
+    {"input_ids": Column(Value("int32")), "token_bytes": Column(Value("int32")), "number": Value("int64")}
+)
+ROWS = Features(
+    {
+        "input_ids": Column(Value("int32")),
+        "document_starts": Column(Value("int32")),
+        "length": Value("int32"),
+        "num_bytes": Value("int64"),
+        "index": Value("int64"),
+    }
+)
+
+
+def causal_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer that does not end a prompt: with special tokens in front, at most.
+
+    A tokenizer in the manner of BERT makes `[CLS] text [SEP]` of a text, after which a model that has learned what
+    `[SEP]` means has nothing to go on with. Of such a one, this gives a copy that makes `[CLS] text`, with `[CLS]` as
+    bos and `[SEP]` as eos token where it has none. Any other tokenizer is copied as it is. The copy pads on the left,
+    as generation needs it.
+
+    Raises:
+        ValueError: if it is not a fast tokenizer, or has no token that could be eos.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it: places in the text are read.")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = "left"
+    for name, other in (("bos_token", "cls_token"), ("eos_token", "sep_token")):
+        if getattr(tokenizer, name) is None and getattr(tokenizer, other) is not None:
+            setattr(tokenizer, name, getattr(tokenizer, other))
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            "The tokenizer has no token that ends a document: set its eos_token, as in "
+            'tokenizer.add_special_tokens({"eos_token": "</s>"}), and save it.'
+        )
+    before, after = Template(tokenizer, 1).special
+    if not after:
+        return tokenizer
+    names = tokenizer.convert_ids_to_tokens(before)
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(
+        single=[*names, "$A"], pair=[*names, "$A", "$B:1"], special_tokens=list(zip(names, before, strict=True))
+    )
+    # Of the general class: that of BERT, for example, would put its own special tokens in again when it is loaded.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=tokenizer.model_max_length,
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="left",
+        extra_special_tokens=list(tokenizer.extra_special_tokens),
+        **tokenizer.special_tokens_map,
+    )
+
+
+def _token_bytes(text: str, encoding: Encoding, special: np.ndarray) -> np.ndarray:
+    """The bytes of the text, in UTF-8, that each token stands for, int64 of shape (tokens,): those from the end of the
+    token before to its own end, so that spaces count with the token after them. 0 for special tokens."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    before = np.concatenate([[0], np.cumsum(widths)])  # of each character
+    ends = np.array([end for _, end in encoding.offsets])
+    ends[special] = 0
+    return np.diff(before[np.maximum.accumulate(ends)], prepend=0)
+
+
+def encode_documents(
+    documents: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    text_column: str = "text",
+) -> dict[str, list]:
+    """Token ids of a batch of documents, with eos at their ends, and the bytes that each token stands for.
+
+    What no token stands for, such as spaces at the end, counts with eos: the bytes of a document are those of its
+    text. `number` is the document's number in `indices`; a document without text is left out.
+    """
+    texts = list(documents[text_column])
+    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    found: dict[str, list] = {name: [] for name in TOKENS}
+    for i, (number, text) in enumerate(zip(indices, texts, strict=True)):
+        encoding = encoded[i]
+        special = np.array([sequence is None for sequence in encoding.sequence_ids], dtype=bool)
+        if special.all():
+            continue
+        num_bytes = _token_bytes(text, encoding, special)
+        rest = len(text.encode("utf-8", "surrogatepass")) - num_bytes.sum()
+        found["input_ids"].append(np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int32))
+        found["token_bytes"].append(np.append(num_bytes, rest).astype(np.int32))
+        found["number"].append(number)
+    return found
+
+
+def _cut(starts: np.ndarray, num_tokens: int, block_size: int) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of rows. A row that goes on with a document begins with the last token of the row before,
+    from which nothing is predicted there: each token but the first of a document is predicted once."""
+    first = 0
+    while first + 1 < num_tokens:
+        end = min(first + block_size, num_tokens)
+        yield first, end
+        if end == num_tokens:
+            return
+        place = np.searchsorted(starts, end)
+        first = end if place < len(starts) and starts[place] == end else end - 1
+
+
+def pack_rows(documents: Mapping[str, Sequence[Any]], block_size: int) -> dict[str, list]:
+    """Rows of `block_size` tokens, but for the last, of documents of [`encode_documents`] one after another.
+
+    `num_bytes` counts the tokens that are predicted. `index` is the number of the row's first document times 2^20 plus
+    that of the row among those that begin in it.
+    """
+    rows: dict[str, list] = {name: [] for name in ROWS}
+    if len(documents["input_ids"]) == 0:
+        return rows
+    ids, token_bytes = (np.concatenate(list(documents[name])) for name in ("input_ids", "token_bytes"))
+    lengths = [len(tokens) for tokens in documents["input_ids"]]
+    starts = np.cumsum([0, *lengths[:-1]])
+    begun: dict[int, int] = {}  # rows that begin in a document
+    for first, end in _cut(starts, len(ids), block_size):
+        inside = starts[np.searchsorted(starts, first, side="right") : np.searchsorted(starts, end)]
+        number = int(documents["number"][np.searchsorted(starts, first, side="right") - 1])
+        rows["input_ids"].append(ids[first:end])
+        rows["document_starts"].append((inside - first).astype(np.int32))
+        rows["length"].append(end - first)
+        rows["num_bytes"].append(int(token_bytes[first + 1 : end].sum() - token_bytes[inside].sum()))
+        rows["index"].append(number * MAX_ROWS_OF_A_DOCUMENT + begun.get(number, 0))
+        begun[number] = begun.get(number, 0) + 1
+    return rows
+
+
+def build_causal_rows(
+    documents: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    text_column: str = "text",
+) -> dict[str, list]:
+    """Rows of a batch of documents, for a [`StreamLoader`]."""
+    return pack_rows(encode_documents(documents, indices, tokenizer, text_column), block_size)
+
+
+def _check(tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str, column_names: Sequence[str]) -> None:
+    if text_column not in column_names:
+        raise ValueError(f"text_column={text_column!r} does not exist; the columns are {list(column_names)}.")
+    if not 2 <= block_size <= tokenizer.model_max_length:
+        raise ValueError(
+            f"block_size must lie between 2, for a token and the next, and {tokenizer.model_max_length}, the "
+            f"tokenizer's model_max_length, but is {block_size}."
+        )
+    if tokenizer.eos_token_id is None or Template(tokenizer, 1).special[1]:
+        raise ValueError("tokenizer must not end a text, and have an eos token: use causal_tokenizer(tokenizer).")
+
+
+def causal_dataset(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    text_column: str = "text",
+    num_proc: int | None = None,
+    load_from_cache_file: bool = True,
+    desc: str = "Building rows",
+) -> Dataset:
+    """Rows for causal language modeling of a data set with one document a row.
+
+    Each document is tokenized once, ended by eos, and packed with others into rows of `block_size` tokens: all are
+    full but the last of every 1,000 documents. Where a document is cut, the next row begins with the last token before
+    the cut, so that each token but the first of a document is predicted once. With a tokenizer that begins texts with
+    a bos token, the bytes of all rows are therefore those of all texts.
+
+    Args:
+        dataset: one document a row.
+        tokenizer: of [`causal_tokenizer`].
+        block_size: tokens of a row.
+        text_column: the column that holds the documents.
+        num_proc: processes that tokenize, of `datasets.Dataset.map`, which also caches the result.
+        load_from_cache_file: whether such a result is used.
+        desc: text beside the progress bar.
+
+    Returns:
+        Columns, as NumPy arrays: `input_ids` (int32), `document_starts` (int32, where documents begin within the row,
+        but for its first token), `length`, `num_bytes` (of the text of the tokens that are predicted, in UTF-8) and
+        `index` (the number of the row).
+
+    Raises:
+        ValueError: if `block_size` is below 2 or exceeds the tokenizer's limit, `text_column` does not exist, the
+            tokenizer is none of [`causal_tokenizer`], or no row comes out.
+    """
+    _check(tokenizer, block_size, text_column, dataset.column_names)
+    options: dict[str, Any] = {"batched": True, "load_from_cache_file": load_from_cache_file}
+    tokens = dataset.map(
+        partial(encode_documents, tokenizer=tokenizer, text_column=text_column),
+        with_indices=True,
+        batch_size=100,  # documents may be books
+        remove_columns=dataset.column_names,
+        features=TOKENS,
+        num_proc=num_proc,
+        desc=desc,
+        **options,
+    )
+    # By one process: several would divide the documents otherwise, and give other rows.
+    rows = tokens.with_format("numpy").map(
+        partial(pack_rows, block_size=block_size),
+        batch_size=DOCUMENTS_OF_A_BATCH,
+        remove_columns=tokens.column_names,
+        features=ROWS,
+        desc=f"{desc}: packing",
+        **options,
+    )
+    if len(rows) == 0:
+        raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents holds no text.")
+    rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
+    return rows.with_format("numpy")
+
+
+def causal_stream(
+    documents: IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    collate_fn: "CausalCollator",
+    block_size: int,
+    seed: int = 0,
+    text_column: str = "text",
+    **options: Any,
+) -> StreamLoader:
+    """A [`StreamLoader`] of rows as [`causal_dataset`] makes them; `options` are the loader's own.
+
+    Raises:
+        ValueError: as [`causal_dataset`] does, and if the stream holds no document.
+    """
+    _check(tokenizer, block_size, text_column, stream_columns(documents))
+    build_rows = partial(build_causal_rows, tokenizer=tokenizer, block_size=block_size, text_column=text_column)
+    blank = {"input_ids": [tokenizer.eos_token_id] * 2, "document_starts": [], "index": 0}
+    options = {"documents_of_a_batch": DOCUMENTS_OF_A_BATCH, **options}
+    return StreamLoader(documents, build_rows, collate_fn, seed=seed, blank=blank, **options)
+
+
+@dataclass
+class CausalCollator:
+    """Makes batches of rows of [`causal_dataset`].
+
+    Args:
+        pad_token_id: what fills up a row that is not full, on the right.
+    """
+
+    pad_token_id: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "CausalCollator":
+        """With the tokenizer's padding, or eos where it has none; what stands at padding does not matter."""
+        pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        return cls(eos if pad is None else pad)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Returns int64 of shape (batch, length): `input_ids`, `attention_mask`, `seq_idx`, the number of a token's
+        document in its row, and `labels`: the tokens themselves, but -100 at the first of a row or a document and at
+        padding."""
+        shape = (len(rows), max(len(row["input_ids"]) for row in rows))
+        batch = {
+            "input_ids": np.full(shape, self.pad_token_id),
+            "attention_mask": np.zeros(shape, dtype=np.int64),
+            "seq_idx": np.zeros(shape, dtype=np.int64),
+            "labels": np.full(shape, IGNORED),
+        }
+        for i, row in enumerate(rows):
+            ids, starts = np.asarray(row["input_ids"], dtype=np.int64), np.asarray(row["document_starts"], dtype=int)
+            size = len(ids)
+            batch["input_ids"][i, :size] = ids
+            batch["attention_mask"][i, :size] = 1
+            batch["seq_idx"][i, starts] = 1
+            batch["labels"][i, 1:size] = ids[1:]
+            batch["labels"][i, starts] = IGNORED
+        batch["seq_idx"] = batch["seq_idx"].cumsum(axis=1)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}

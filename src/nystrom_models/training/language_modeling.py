@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What masked and causal language modeling share: flags, configurations, data loaders, and the run itself."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.loading import Collator, RowLoader, TrainingLoader
+from ..models.configuration_base import BaseConfig
+from .arguments import DataArguments, RunArguments
+from .objectives import Objective
+from .optimization import OptimizationArguments
+from .run import Scores, final_scores, finish_run, start_trackers, train_model
+
+Documents = Mapping[str, Dataset | IterableDataset]
+
+
+@dataclass(kw_only=True)
+class LanguageModelingArguments(RunArguments, DataArguments):
+    """Model, data and output, under the names of Transformers' example scripts."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Initial weights: a model of this package; for run_pretraining.py also a BERT or RoBERTa together "
+            "with --config_name."
+        },
+    )
+    config_name: str | None = field(default=None, metadata={"help": "Folder, file or Hub name of the configuration."})
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Fields of the configuration to change: hidden_size=128,num_hidden_layers=2"}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; the model's own by default."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the documents while training, without storing them."}
+    )
+    shuffle_buffer_size: int = field(
+        default=10_000, metadata={"help": "With --streaming: size of the buffer from which rows are drawn at random."}
+    )
+    validation_split_percentage: float = field(
+        default=5.0, metadata={"help": "Share of the documents that is held out if no validation data are given."}
+    )
+    text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
+
+    def __post_init__(self):
+        RunArguments.__post_init__(self)
+        DataArguments.__post_init__(self)
+        if self.model_name_or_path is None and self.config_name is None:
+            raise ValueError("Give --config_name for a new model, or --model_name_or_path for one to go on with.")
+        if self.model_name_or_path is None and self.tokenizer_name is None:
+            raise ValueError("A new model needs --tokenizer_name; examples/train_tokenizer.py trains one.")
+        if not 0 <= self.validation_split_percentage < 100:
+            raise ValueError(
+                "--validation_split_percentage must lie between 0 and 100, but is "
+                f"{self.validation_split_percentage:g}."
+            )
+        if self.streaming and self.eval_strategy == "epoch":
+            self.eval_strategy = "no"  # a stream does not tell where its epoch ends
+        if not self.do_train and self.model_name_or_path is None:
+            raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
+
+
+def read_config(
+    args: LanguageModelingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Mapping[str, int | None],
+    wanted: str,
+) -> BaseConfig:
+    """The configuration of the flags, with the vocabulary's size and special tokens.
+
+    Args:
+        args: the flags.
+        tokenizer: of the model.
+        token_ids: values of fields such as `bos_token_id`.
+        wanted: what --config_name must name, for a message.
+    """
+    name = str(args.config_name or args.model_name_or_path)
+    config = AutoConfig.from_pretrained(name)
+    if not isinstance(config, BaseConfig):
+        raise ValueError(f"{name} is a {config.model_type!r} configuration: --config_name must name {wanted}.")
+    if args.config_overrides is not None:
+        try:
+            config.update_from_string(args.config_overrides)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(f"--config_overrides {args.config_overrides!r}: {error}.") from error
+        config = type(config).from_dict(config.to_dict())  # checks the fields together
+    if args.model_name_or_path is None:
+        config.vocab_size = len(tokenizer)
+    elif len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the model takes {config.vocab_size}: give the model's "
+            "own tokenizer, by leaving out --tokenizer_name."
+        )
+    for field_name, token_id in token_ids.items():
+        setattr(config, field_name, token_id)
+    return config
+
+
+def load_weights_from(auto_class: Any, args: LanguageModelingArguments, config: BaseConfig) -> PreTrainedModel:
+    """The model of `--model_name_or_path`.
+
+    Raises:
+        ValueError: if it is to be evaluated as it is, and lacks weights.
+    """
+    model, loaded = auto_class.from_pretrained(args.model_name_or_path, config=config, output_loading_info=True)
+    if not args.do_train and loaded["missing_keys"]:
+        raise ValueError(
+            f"--no_do_train needs a model that was pretrained: {args.model_name_or_path} has no "
+            f"{', '.join(sorted(loaded['missing_keys']))}."
+        )
+    return model
+
+
+def row_length(flag: str, value: int | None, config: BaseConfig, default: int | None = None) -> int:
+    """The length of rows: `value`, or by default the model's longest, or `default` where it has none.
+
+    Raises:
+        ValueError: if it is more than the model takes, or nothing says how long it is.
+    """
+    longest = config.max_position_embeddings
+    if value is None:
+        value = default if longest is None else longest
+    if value is None:
+        raise ValueError(f"The model takes any number of tokens: say by {flag} how long the rows are to be.")
+    if longest is not None and value > longest:
+        raise ValueError(
+            f"{flag} {value} is more than the {longest} tokens that the model takes: lower it, or give "
+            f"--config_overrides max_position_embeddings={value}."
+        )
+    return value
+
+
+def loader_arguments(args: RunArguments, optimization: OptimizationArguments) -> dict[str, Any]:
+    """Arguments of every loader to train by."""
+    return {
+        "per_device_train_batch_size": optimization.per_device_train_batch_size,
+        "gradient_accumulation_steps": optimization.gradient_accumulation_steps,
+        **args.loader_options(),
+    }
+
+
+def stream_arguments(args: LanguageModelingArguments, optimization: OptimizationArguments) -> dict[str, Any]:
+    """Arguments of a [`StreamLoader`].
+
+    Raises:
+        ValueError: if steps are to be counted in tokens.
+    """
+    if optimization.tokens_per_step is not None:
+        raise ValueError("--tokens_per_step needs rows that can be counted: leave out --streaming.")
+    return {"buffer_size": args.shuffle_buffer_size, **loader_arguments(args, optimization)}
+
+
+def row_loader(
+    args: RunArguments, optimization: OptimizationArguments, rows: Dataset, collator: Collator
+) -> RowLoader:
+    """The loader to train by of rows that can be counted."""
+    return RowLoader(
+        rows,
+        collator,
+        tokens_per_step=optimization.tokens_per_step,
+        group_by_length=optimization.group_by_length,
+        seed=args.seed,
+        **loader_arguments(args, optimization),
+    )
+
+
+def train_and_score(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    objective: Objective,
+    loader: TrainingLoader,
+    args: LanguageModelingArguments,
+    optimization: OptimizationArguments,
+    scores: Scores,
+    metric: str,
+    desc: str,
+    save_model: Callable[[nn.Module, Path], None],
+    settings: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    card: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Trains, scores the model that is left, and writes what a run leaves.
+
+    Args:
+        metric: which of `scores` says what "better" means, unless the flags do.
+        identity: digests of the data and of the weights that the run began from.
+        card: fields of the model card.
+        The others: of [`train_model`].
+
+    Returns:
+        The scores of `validation` and the figures of `train`; after a signal, only those of `train`.
+    """
+    goal = args.goal(metric)
+    settings = {**settings, "the training data": identity["train"]}
+    start_trackers(accelerator, args, optimization)
+    state = train_model(
+        accelerator, model, objective, loader, args, optimization, scores, goal, desc, save_model, settings
+    )
+    if state.interrupted:
+        return {"train": state.figures()}
+    validation = final_scores(accelerator, state, args, scores, goal, save_model)
+    results = {"train": state.figures(), "validation": validation}
+    reported = {name: value for name, value in validation.items() if not name.endswith("loss")}
+    finish_run(accelerator, state, results, (args, optimization), identity, reported, **card)
+    return results
+
+
+def data_card(args: LanguageModelingArguments, documents: Documents, how: str, held_out: str = "") -> dict[str, Any]:
+    """What the model card says of the data and of the model that the run began from.
+
+    Args:
+        args: the flags.
+        documents: `train`, which may be a stream, and `validation`.
+        how: what it was trained with, such as "masked tokens".
+        held_out: what is to be said of the held-out documents.
+    """
+    train = documents["train"]
+    number = f"{len(train):,} documents" if isinstance(train, Dataset) else "a stream of documents"
+    name, config = args.hub_dataset()
+    return {
+        "data": f"Pretrained on {number} of {args.data_source()}, with {how}; evaluated on "
+        f"{len(documents['validation']):,} documents that were held out{held_out}.",
+        "base_model": args.model_name_or_path,
+        "dataset_name": name,
+        "dataset_config_name": config,
+    }

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import run_clm
+import torch
+import train_tokenizer
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import pipeline as hf_pipeline
+
+from nystrom_models import LinearTransformerForCausalLM
+from nystrom_models.training.splits import load_documents
+
+CONFIG = {
+    "model_type": "linear_transformer",
+    "is_decoder": True,
+    "position_embedding_type": "sinusoidal",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "hidden_dropout_prob": 0.1,
+    "initializer_range": 0.1,
+}
+OPTIONS = "--per_device_train_batch_size 8 --per_device_eval_batch_size 4 --learning_rate 1e-2 --logging_steps 5"
+OPTIONS += " --block_size 48 --validation_split_percentage 20"
+
+
+def document(number):
+    """Sentences in which each animal and each place is told twice."""
+    choices = random.Random(number).choices
+    animals, places = choices("cat dog cow hen fox".split(), k=3), choices("barn yard field".split(), k=2)
+    return " ".join(
+        [
+            f"First the {animals[0]} was seen in the {places[0]}.",
+            f"Then the {animals[1]} came after it.",
+            f"Last of all the {animals[2]} left the {places[1]}."[: 24 + number % 20],
+        ]
+    )
+
+
+DOCUMENTS = list(dict.fromkeys(document(i) for i in range(200)))[:150]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A text file of documents between blank lines, tokenizers in the manner of BERT and of GPT-2, a configuration."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train.txt").write_text("\n\n".join(DOCUMENTS) + "\n", encoding="utf-8")
+    options = ["--train_file", f"{folder}/train.txt", "--vocab_size", "300", "--max_length", "64"]
+    for kind in ("wordpiece", "byte_level_bpe"):
+        paths = ["--output_dir", f"{folder}/{kind}", "--cache_dir", f"{folder}/cache"]
+        train_tokenizer.main([*options, "--tokenizer_type", kind, *paths])
+    (folder / "causal.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return folder
+
+
+def arguments(corpus, output, *options, steps=10):
+    paths = ["--config_name", f"{corpus}/causal.json", "--tokenizer_name", f"{corpus}/byte_level_bpe"]
+    paths += ["--train_file", f"{corpus}/train.txt", "--cache_dir", f"{corpus}/cache", "--output_dir", str(output)]
+    return [*paths, *OPTIONS.split(), "--max_train_steps", str(steps), *options]
+
+
+def history(output):
+    return [json.loads(line) for line in Path(output, "history.jsonl").read_text().splitlines()]
+
+
+def run(corpus, output, *options, steps=10):
+    # Accelerate keeps the precision of a process; each run here is one of its own.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return run_clm.main(arguments(corpus, output, *options, steps=steps)), history(output)
+
+
+def losses(rows):
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.fixture(scope="module", params=["wordpiece", "byte_level_bpe"])
+def trained(request, corpus, tmp_path_factory):
+    output = tmp_path_factory.mktemp("causal") / request.param
+    options = [
+        "--tokenizer_name",
+        f"{corpus}/{request.param}",
+        "--max_train_samples",
+        "100",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "50",
+    ]
+    options += ["--load_best_model_at_end", "--metric_for_best_model", "bits_per_byte"]
+    return output, *run(corpus, output, *options, steps=120)
+
+
+def test_it_learns_and_leaves_everything(trained):
+    output, results, rows = trained
+    scores = results["validation"]
+    assert scores["accuracy"] > 0.7 and losses(rows)[-1] < 0.4 * losses(rows)[0]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [50, 100, 120]
+    measured = {row["step"]: row["eval_bits_per_byte"] for row in rows if "eval_loss" in row}
+    assert measured[results["train"]["best_step"]] == min(measured.values())
+    written = json.loads((output / "all_results.json").read_text())
+    assert written["results"] == results and written["arguments"]["block_size"] == 48
+    assert (output / "training_curve.png").read_bytes().startswith(b"\x89PNG")
+    card = (output / "README.md").read_text()
+    assert "pipeline_tag: text-generation" in card and "bits_per_byte" in card and "any number of tokens" in card
+    assert "100 documents of train.txt" in card and "30 documents that were held out" in card
+    model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    assert type(model) is LinearTransformerForCausalLM and not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_held_out_documents_alone(trained, corpus):
+    """Each read from its beginning, in parts of 48 tokens: no other document matters, and all bytes count."""
+    output, results, _ = trained
+    options = run_clm.CausalArguments(
+        output_dir=str(output), config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"]
+    )
+    texts = load_documents(options, False, 20, seed=0)["validation"]["text"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    nats = tokens = 0
+    cuts = 0
+    place = 0  # in the row
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        while ids.shape[1]:
+            part = ids[:, : 48 - place]
+            if part.shape[1] > 1:
+                nats += float(model(part, labels=part, num_items_in_batch=1).loss)
+                tokens += part.shape[1] - 1
+            place += part.shape[1]
+            ended = part.shape[1] == ids.shape[1]
+            if place == 48:
+                place, cuts = 0, cuts + (not ended)
+            ids = ids[:, :0] if ended else ids[:, part.shape[1] - 1 :]
+    expected = {
+        "loss": nats / tokens,
+        "perplexity": math.exp(nats / tokens),
+        "bits_per_byte": nats / math.log(2) / sum(len(text.encode()) for text in texts),
+    }
+    assert cuts > 5 and {name: results["validation"][name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_pipeline_generates(trained):
+    generate = hf_pipeline("text-generation", model=str(trained[0]))
+    [answer] = generate("First the fox was", max_new_tokens=40, do_sample=False)
+    # WordPiece does not tell whether a space comes before a piece that begins a word.
+    space = "" if trained[0].name == "wordpiece" else " "
+    assert answer["generated_text"].startswith(f"First the fox was{space}seen in the")
+    assert len(generate.tokenizer(answer["generated_text"])["input_ids"]) < 40  # it has learned where a document ends
+    together = generate(["First", "Then the cow came"], max_new_tokens=8, do_sample=False, batch_size=2)
+    assert together[1] == generate(["Then the cow came"], max_new_tokens=8, do_sample=False)[0]
+
+
+def test_a_model_is_evaluated_and_trained_on(trained, corpus, tmp_path):
+    output, results, _ = trained
+    shared = ["--model_name_or_path", str(output), "--train_file", f"{corpus}/train.txt", *OPTIONS.split()]
+    shared += ["--cache_dir", f"{corpus}/cache"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    scored = run_clm.main([*shared, "--output_dir", f"{tmp_path}/scored", "--no_do_train"])
+    assert scored == {"validation": pytest.approx(results["validation"], rel=1e-5)}
+    further = run_clm.main([*shared, "--output_dir", f"{tmp_path}/further", "--max_train_steps", "5"])
+    assert losses(history(tmp_path / "further"))[0] < 1.5 * results["validation"]["loss"]
+    assert further["validation"]["loss"] < 1.5 * results["validation"]["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:Since .* versions")
+@pytest.mark.parametrize("streaming", [False, True], ids=["rows", "stream"])
+def test_a_run_killed_and_resumed_is_the_unstopped_one(streaming, corpus, tmp_path):
+    """In a process of its own, over the end of an epoch; weights bit for bit."""
+    options = ["--checkpointing_steps", "4", "--logging_steps", "1", "--max_train_samples", "60"]
+    options += ["--streaming", "--max_eval_samples", "10"] if streaming else ["--eval_strategy", "no"]
+    run(corpus, tmp_path / "whole", *options, steps=12)
+    killed = arguments(corpus, tmp_path / "killed", *options, steps=12)
+    code = (
+        "import os, signal, run_clm\n"
+        "from nystrom_models.training.loop import TrainingLoop\n"
+        "take_step = TrainingLoop.take_step\n"
+        "def take_steps(loop, step):\n"
+        "    if loop.state.step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    take_step(loop, step)\n"
+        "TrainingLoop.take_step = take_steps\n"
+        f"run_clm.main({killed!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(run_clm.__file__).parent, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    run(corpus, tmp_path / "killed", *options, "--resume_from_checkpoint", "latest", steps=12)
+    assert losses(history(tmp_path / "killed")) == losses(history(tmp_path / "whole"))
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        (["--gradient_checkpointing"], 1e-5),
+        (["--mixed_precision", "bf16"], 2e-2),
+        (["--dataloader_num_workers", "2"], 0),
+        (["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4"], 1e-5),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
+    quiet = ["--eval_strategy", "no", "--config_overrides", "hidden_dropout_prob=0.0"]
+    _, plain = run(corpus, tmp_path / "plain", *quiet)
+    _, rows = run(corpus, tmp_path / "option", *quiet, *options)
+    assert losses(rows) == pytest.approx(losses(plain), rel=tolerance, abs=0)
+
+
+def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
+    with pytest.raises(ValueError, match="--torch_compile cannot be used"):
+        run(corpus, tmp_path, "--torch_compile")
+    encoder = {name: value for name, value in CONFIG.items() if name != "is_decoder"}
+    others = {"encoder": encoder, "nystromformer": {"model_type": "nystromformer"}, "bert": {"model_type": "bert"}}
+    for name, config in others.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="--config_name must name a linear transformer with is_decoder=True"):
+            run(corpus, tmp_path / name, "--config_name", f"{tmp_path}/{name}.json")
+    (tmp_path / "short.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 32}))
+    with pytest.raises(ValueError, match="--block_size 48 is more than the 32 tokens"):
+        run(corpus, tmp_path / "short", "--config_name", f"{tmp_path}/short.json")
+    with pytest.raises(ValueError, match="--tokens_per_step needs rows that can be counted"):
+        options = ["--streaming", "--max_eval_samples", "10", "--tokens_per_step", "400"]
+        run(corpus, tmp_path / "stream", *options)
+
+
+def test_steps_of_tokens(corpus, tmp_path, capsys):
+    run(corpus, tmp_path, "--tokens_per_step", "400", "--eval_strategy", "no", steps=5)
+    assert "5 steps of 400 tokens" in capsys.readouterr().out
