@@ -12,8 +12,17 @@ from nystrom_models import NystromformerConfig
 from nystrom_models.training.configuration_card import configuration_card
 
 
-def test_every_configuration_has_a_card_and_all_are_up_to_date(capsys):
-    assert cards.main(["--check"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("size", [pytest.param("base", marks=pytest.mark.slow), "small", "tiny"])
+def test_the_cards_are_up_to_date(size):
+    chosen = [name for name in cards.names() if f"/{size}-" in name]
+    for name in chosen:
+        assert (cards.CARDS / f"{name}.md").read_text(encoding="utf-8") == cards.card(name), (
+            f"{name}: run python -m model_cards"
+        )
+    assert len(chosen) >= 3
+
+
+def test_every_configuration_has_a_card():
     written = sorted(str(path.relative_to(cards.CARDS).with_suffix("")) for path in cards.CARDS.glob("*former/*.md"))
     assert written == cards.names() and len(written) >= 30
 

@@ -17,6 +17,7 @@ def rehearse(part, folder, capsys):
     return capsys.readouterr().out, kept.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_part_is_run_and_kept(tmp_path, capsys):
     printed, kept = rehearse("attention", tmp_path, capsys)
     assert kept in printed and "nystrom-conv" in kept and "| ours" in kept and "exit status 0" in kept

@@ -18,6 +18,7 @@ SETTING = Setting(20, batch_size=2, num_heads=1, head_dim=8, num_landmarks=4, co
 CEILINGS = {"bytes_per_second": 1e9, "operations_per_second": 1e9}
 
 
+@pytest.mark.slow
 def test_every_kernel_is_timed():
     lines = kernels.table(SETTING, CEILINGS, False, lambda line: None)
     rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines}

@@ -46,6 +46,7 @@ def test_equals_float64_with_every_gradient(shape, dtype, masked):
         torch.testing.assert_close(result.double(), reference, rtol=0, atol=TOLERANCES[dtype] * scale)
 
 
+@pytest.mark.slow
 def test_compiles_with_its_gradient():
     compiled = torch.compile(depthwise_convolution, fullgraph=True, dynamic=True, backend="aot_eager")
     weight = torch.randn(2, 1, 5, 1, requires_grad=True)

@@ -212,7 +212,13 @@ def shallow(option):
     return make_model(option, "ForMaskedLM", num_hidden_layers=1, **fields)
 
 
-@pytest.mark.parametrize("option", GRAPH_OPTIONS)
+SLOW_TO_COMPILE = {"linear-causal"}  # whose decoding is compiled in test_generation.py, too
+
+
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_TO_COMPILE else []) for name in GRAPH_OPTIONS],
+)
 def test_compile_without_graph_breaks(option):
     """Forward and backward in one graph, at lengths on both sides of the landmarks, padded or not."""
     model = shallow(option)
