@@ -209,6 +209,7 @@ def test_each_contender_in_a_process_of_its_own(backward, monkeypatch):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.slow
 def test_the_command_gives_each_contender_a_process(tmp_path):
     """As it is typed: processes of contenders import the main module, too."""
     output = tmp_path / "result.json"

@@ -35,6 +35,7 @@ def test_every_kernel_is_timed():
     assert deviation(context, expected) < 2e-5
 
 
+@pytest.mark.slow
 def test_ragged_rows_and_dropout_are_what_is_timed():
     """Shorter rows end in zeros, and weights of the others are dropped."""
     plain, ragged = (kernels.prepare(SETTING, ragged)["forward"].call()[0] for ragged in (False, True))
