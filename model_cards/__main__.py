@@ -6,9 +6,11 @@ configuration, and which results of the README are of which model.
 """
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult
 from transformers import AutoConfig
@@ -48,9 +50,15 @@ def names() -> list[str]:
     )
 
 
+@functools.cache
+def comparison() -> dict[str, Any]:
+    """What RESULTS holds."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
 def results_of(name: str) -> list[tuple[str, list[EvalResult]]]:
     """Labels and scores of the runs of one configuration, the model as configured first."""
-    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["results"]
+    runs = comparison()["results"]
     return [
         (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in COLUMNS])
         for arm, (config, label) in ARMS.items()
@@ -75,7 +83,7 @@ def card(name: str) -> str:
     """The text of one card: `name` is the configuration's family and file, without `.json`."""
     recipes = sorted((CONFIGS / "recipes").glob("*.args"))
     results = results_of(name)
-    source = json.loads(RESULTS.read_text(encoding="utf-8"))
+    source = comparison()
     versions = ", ".join(f"{package} {version}" for package, version in source["versions"].items())
     content = configuration_card(
         AutoConfig.from_pretrained(CONFIGS / f"{name}.json"),

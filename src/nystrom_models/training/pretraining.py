@@ -101,7 +101,7 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> B
     names = {"bos_token_id": "cls_token_id", "pad_token_id": "pad_token_id", "eos_token_id": "sep_token_id"}
     ids = {field_name: getattr(tokenizer, name) for field_name, name in names.items()}
     known = {field_name: token_id for field_name, token_id in ids.items() if token_id is not None}
-    wanted = "a Nyströmformer or a Linformer, such as configs/nystromformer/base-512.json"
+    wanted = "an encoder of this package, such as configs/nystromformer/base-512.json"
     return read_config(args, tokenizer, known, wanted)
 
 
