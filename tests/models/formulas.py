@@ -151,6 +151,12 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 def linear_transformer_head(weights, config, name, head, q, k, v) -> Tensor:
+    if config.feature_map is None:
+        scores = q @ k.T / math.sqrt(q.shape[-1])
+        if config.is_decoder:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf)
+        return softmax(scores) @ v
+
     def features(x: Tensor, which: str) -> Tensor:
         if config.feature_map == "hedgehog":
             mapped = x @ weights[f"{name}{which}_features.weight"][head].T

@@ -39,6 +39,8 @@ LINEAR_TRANSFORMER = {
     "relu": {"feature_map": "relu", "conv_kernel_size": 5},
     "hedgehog": {"feature_map": "hedgehog", "layer_norm_position": "pre"},
     "projected": {"projected_dim": 8},
+    "softmax": {"feature_map": None},
+    "causal_softmax": {"is_decoder": True, "feature_map": None},
     "causal": {"is_decoder": True, "conv_kernel_size": 5},
     "causal_sinusoidal": {
         "is_decoder": True,

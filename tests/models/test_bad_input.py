@@ -68,7 +68,10 @@ BAD_CALLS = {
     "label outside": ({"input_ids": IDS, "labels": IDS + 90}, "labels must lie.*raise vocab_size"),
     "labels of another shape": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels have shape \(1, 9\)"),
     "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
-    "cache": ({"input_ids": IDS, "use_cache": True}, "use_cache is for decoders"),
+    "cache": (
+        {"input_ids": IDS, "use_cache": True},
+        "use_cache is for models with recurrent states.*leave use_cache out",
+    ),
     "cross attention": (
         {"input_ids": IDS, "encoder_hidden_states": torch.zeros(1, 4, 32)},
         "encoder_hidden_states is",

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from .cpu_blocks import add_attention
+from .token_layout import take_tokens
 
 # softmax(query keyᵀ / √D) value, with the arguments of `attend`.
 Attend = Callable[..., Tensor]
@@ -52,6 +53,11 @@ def attend(
     return context if skip is None else context + skip
 
 
+def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(query keyᵀ / √D) value over the keys up to each query itself, (B, H, N, D); padding must come last."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
     """softmax(query keyᵀ · scaling), (B, H, N, K), in float32 at least inside; scaling is 1 / √D by default.
 
@@ -61,6 +67,27 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: 
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+
+
+def softmax_attention_map(
+    query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, causal: bool = False, rows: Tensor | None = None
+) -> Tensor:
+    """The weights of exact attention, (B, H, R or N, N), zero in the columns of invalid tokens.
+
+    Args:
+        query, key: (B, H, N, D). key_mask: (B, N) bool or None for all valid.
+        causal: whether to tokens up to themselves alone. rows: (R,) or (B, R) int64, the tokens whose rows are wanted;
+            None for all.
+    """
+    visible = visible_keys(key_mask)
+    query = query if rows is None else take_tokens(query, rows)
+    if causal:
+        tokens = torch.arange(key.shape[2], device=key.device) if rows is None else rows
+        earlier = torch.arange(key.shape[2], device=key.device) <= tokens[..., None]
+        earlier = earlier[:, None] if tokens.dim() == 2 else earlier
+        visible = earlier if visible is None else visible & earlier
+    weights = attention_weights(query, key, visible)
+    return weights if key_mask is None else weights.masked_fill(~key_mask[:, None, None], 0)
 
 
 def eager_attention_forward(

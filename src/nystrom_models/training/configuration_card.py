@@ -43,7 +43,10 @@ def _attention(config: BaseConfig) -> str:
         projected = (
             "" if config.projected_dim is None else f", keys and values projected to {config.projected_dim} slots"
         )
-        return f"linear, {'causal, ' if config.is_decoder else ''}feature map {config.feature_map}{projected}"
+        causal = "causal, " if config.is_decoder else ""
+        if config.feature_map is None:
+            return f"softmax, {causal}exact: the control of the linear models"
+        return f"linear, {causal}feature map {config.feature_map}{projected}"
     shared = {
         "none": "not shared",
         "headwise": "shared by the heads of a layer",
@@ -55,7 +58,8 @@ def _attention(config: BaseConfig) -> str:
 
 
 def _summary(config: BaseConfig) -> str:
-    linear = not (isinstance(config, NystromformerConfig) and config.num_landmarks is None)
+    # None of either is exact softmax attention.
+    linear = getattr(config, "num_landmarks", 1) is not None and getattr(config, "feature_map", "") is not None
     longest = config.max_position_embeddings
     return (
         f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for "

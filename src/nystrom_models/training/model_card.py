@@ -116,8 +116,10 @@ def limits_of(config: BaseConfig) -> list[str]:
         limits.append(f"Attention goes through {number} slots that keys and values are projected to, at any length.")
     elif isinstance(config, LinearTransformerConfig):
         limits.append(
-            "However long the text is, each head holds it in a sum of fixed size: single tokens far back are recalled "
-            "less sharply than by softmax attention."
+            "Attention takes time and memory quadratic in the tokens, and a text is written without a cache."
+            if config.feature_map is None
+            else "However long the text is, each head holds it in a sum of fixed size: single tokens far back are "
+            "recalled less sharply than by softmax attention."
         )
     return limits
 
