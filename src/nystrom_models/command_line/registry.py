@@ -4,7 +4,7 @@
 import argparse
 from typing import Protocol
 
-from . import completion, env
+from . import completion, env, inspect
 
 
 class Command(Protocol):
@@ -21,6 +21,7 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Command] = {
+    "inspect": inspect,
     "env": env,
     "completion": completion,
 }
