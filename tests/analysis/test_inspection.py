@@ -14,7 +14,8 @@ LENGTHS = (37, 23)
 
 def alone(lengths):
     """The rows of `padded_batch` by themselves, without padding."""
-    return [{"input_ids": padded_batch([max(lengths), length])["input_ids"][1:, :length]} for length in lengths]
+    rows = padded_batch(lengths)["input_ids"]
+    return [{"input_ids": row[None, :length]} for row, length in zip(rows, lengths, strict=True)]
 
 
 def states_in_double(model, inputs):
@@ -60,23 +61,26 @@ def test_errors_of_a_bert_are_those_of_the_paper_in_float64():
             torch.testing.assert_close(spectrum.share.double(), share, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_changes_nothing_and_rows_are_taken_together():
-    """Two padded rows are two rows alone; a length has what was measured at it and no more."""
-    for family, fields in (("Bert", {}), ("Nystromformer", {"num_landmarks": 8}), ("Linformer", {"projected_dim": 8})):
-        model = make_model(family, **fields)
-        padded = inspect_attention(model, [padded_batch(LENGTHS, "left")], num_landmarks=[8])
-        by_themselves = inspect_attention(model, alone(LENGTHS), num_landmarks=[8])
-        if family == "Bert":
-            # Its positions count padding, which changes what layers get.
-            by_themselves = inspect_attention(model, [padded_batch(LENGTHS, "right")], num_landmarks=[8])
-            padded = inspect_attention(model, alone(LENGTHS), num_landmarks=[8])
-        assert [setting.length for setting in padded.settings] == [23, 37]
-        for layer in range(2):
-            for setting in padded.settings:
-                torch.testing.assert_close(
-                    padded.map_error(layer, setting), by_themselves.map_error(layer, setting), rtol=1e-3, atol=1e-5
-                )
-            assert padded.layers[layer].spectrum.length == 37
+@pytest.mark.parametrize(
+    ("family", "side", "fields"),
+    [
+        ("Bert", "right", {}),  # on the left, padding counts in its positions
+        ("Nystromformer", "left", {"num_landmarks": 8}),
+        ("Linformer", "left", {"projected_dim": 8}),
+        ("LinearTransformer", "right", {"is_decoder": True}),
+    ],
+)
+def test_padding_changes_nothing(family, side, fields):
+    model = make_model(family, **fields)
+    padded = inspect_attention(model, [padded_batch(LENGTHS, side)], num_landmarks=[8])
+    by_themselves = inspect_attention(model, alone(LENGTHS), num_landmarks=[8])
+    assert [setting.length for setting in padded.settings] == [23, 37] and padded.settings == by_themselves.settings
+    for layer in range(2):
+        for setting in padded.settings:
+            for measure in ("map_error", "output_error"):
+                errors = [getattr(found, measure)(layer, setting) for found in (padded, by_themselves)]
+                torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-5)
+        assert padded.layers[layer].spectrum.length == 37
 
 
 def test_attention_that_is_the_same_everywhere_needs_one_landmark_and_rank_one():

@@ -50,9 +50,9 @@ def test_the_error_of_nystrom_attention_is_that_of_the_formulas(states, number):
         error = relative_error(squared_sums(found, exact))[head]
         torch.testing.assert_close(error, wanted, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(landmark_matrix(query, key, number, SCALING)[head], a)
-    # In float32, as models are measured.
-    single = nystrom_map(query.float(), key.float(), number, 40, SCALING)
-    assert (single - found).norm() / found.norm() < 1e-3
+    # In float32, as models are measured, with the paper's iterations.
+    double, single = (nystrom_map(*states.to(dtype), number, 6, SCALING) for dtype in (torch.float64, torch.float32))
+    assert (single - double).norm() / double.norm() < 1e-4
 
 
 def test_rows_that_are_chosen_are_those_of_the_whole(states):

@@ -17,12 +17,13 @@ from .results import Inspection, Setting
 try:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError("matplotlib is needed to draw: pip install 'nystrom-models[train]'.") from error
 
 # Of text and lines, replaced by the page's own color: it is dark on light, or light on dark.
 INK = "#010203"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -145,7 +146,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
             Picture(
                 "mlm_accuracy",
                 "Masked tokens",
-                f"Accuracy of masked tokens, {main.length:,} tokens a row, by the number of landmarks and by the error "
+                f"Accuracy of masked tokens, {main.length:,} tokens a row, by landmarks and by the error "
                 "of the attention's output: the mean over layers, as above. Bars are standard errors.",
                 functools.partial(_masked_accuracy, inspection),
                 size=(8.0, 4.0),
@@ -178,7 +179,7 @@ def _error_by_layer(inspection: Inspection, settings: list[Setting], figure: Fig
         label = f"{setting.num_landmarks} landmarks" if setting.num_landmarks else setting.method
         axes.plot(layers, errors, "o-", color=color, markersize=4, label=label)
     axes.set(xlabel="layer", ylabel="relative error of the output", ylim=(0, None))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.2)
     axes.legend()
 
@@ -208,7 +209,7 @@ def _heads(values: list[torch.Tensor], inspection: Inspection, cmap: str, figure
     layers = list(inspection.layers)
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     axes.set(xlabel="head", ylabel="layer")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image)
 
 
@@ -228,7 +229,7 @@ def _residuals(inspection: Inspection, figure: Figure) -> None:
         axes.plot(layers, means, styles[iterations], color=colors[number], marker="o", markersize=4, label=label)
     axes.set_yscale("log")
     axes.set(xlabel="layer", ylabel="residual")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.2)
     axes.legend()
 

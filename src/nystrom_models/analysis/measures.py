@@ -48,8 +48,9 @@ def nystrom_map(
     """
     if scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)
-    options = {"num_landmarks": num_landmarks, "pinv_iterations": pinv_iterations, "rows": rows}
-    return nystrom_attention_map(query[None], key[None], **options)[0]
+    return nystrom_attention_map(
+        query[None], key[None], num_landmarks=num_landmarks, pinv_iterations=pinv_iterations, rows=rows
+    )[0]
 
 
 def squared_sums(approximation: Tensor, exact: Tensor) -> Tensor:
@@ -67,11 +68,11 @@ def landmark_matrix(query: Tensor, key: Tensor, num_landmarks: int, scaling: flo
     """A = softmax(q~ k~ᵀ · scaling), (H, m, m), in float32 at least; q~ and k~ are the means of segments (eq. 16)."""
     sizes = segment_sizes(query.shape[1], num_landmarks)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    means = (
+    query_means, key_means = (
         torch.stack([part.mean(dim=1) for part in states.to(dtype).split(sizes, dim=1)], dim=1)
         for states in (query, key)
     )
-    return attention_weights(*means, None, scaling)
+    return attention_weights(query_means, key_means, None, scaling)
 
 
 def pinv_residual(matrix: Tensor, iterations: int) -> Tensor:

@@ -82,10 +82,10 @@ def _layer_rows(inspection: Inspection, error: float) -> list[Row]:
     landmarks, ranks = (
         found["by_layer"] for found in (inspection.landmarks_needed(error), inspection.ranks_needed(error))
     )
-    rows = []
+    rows: list[Row] = []
     for place, (index, layer) in enumerate(inspection.layers.items()):
         residual = inspection.residual(index, inspection.main)
-        row = {
+        row: dict[str, Any] = {
             "layer": index,
             "output error": inspection.layer_error(index, inspection.main),
             "map error": inspection.layer_error(index, inspection.main, "map"),
@@ -104,11 +104,11 @@ def _head_rows(inspection: Inspection, error: float) -> list[Row]:
     landmarks, ranks = (
         found["by_head"] for found in (inspection.landmarks_needed(error), inspection.ranks_needed(error))
     )
-    rows = []
+    rows: list[Row] = []
     for place, index in enumerate(inspection.layers):
         outputs, maps = inspection.output_error(index, inspection.main), inspection.map_error(index, inspection.main)
         for head in range(len(outputs)):
-            row = {
+            row: dict[str, Any] = {
                 "layer": index,
                 "head": head,
                 "output error": outputs[head].item(),
@@ -123,7 +123,7 @@ def _head_rows(inspection: Inspection, error: float) -> list[Row]:
 
 
 def _setting_rows(inspection: Inspection) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for setting in inspection.settings:
         row: dict[str, Any] = {"length": setting.length}
         if setting.method == "nystrom":

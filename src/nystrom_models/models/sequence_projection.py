@@ -36,11 +36,10 @@ class SequenceProjection(nn.Module):
         self.projection_type = projection_type
         self.positive = positive
         self.slots_of_heads = projected_dim if isinstance(projected_dim, list) else None
-        if self.slots_of_heads is not None:
-            self.kernel_size, num_heads, shape = None, None, (sum(projected_dim), length)
-        else:
-            self.kernel_size = None if projection_type == "linear" else -(-length // projected_dim)
-            shape = (self.kernel_size,) if self.kernel_size else (projected_dim, length)
+        if isinstance(projected_dim, list):
+            num_heads, projected_dim = None, sum(projected_dim)
+        self.kernel_size = None if projection_type == "linear" else -(-length // projected_dim)
+        shape = (self.kernel_size,) if self.kernel_size else (projected_dim, length)
         # As in the authors' code (Xavier with gain 1/√2): projected tokens then have about the size of tokens.
         self.std = sum(shape) ** -0.5
         self.weight = None
@@ -65,7 +64,7 @@ class SequenceProjection(nn.Module):
         Where heads differ, K' is K*, and a head's further slots are zero: see `slots_of_heads_mask`.
         as_matrix: instead, what acts on the tokens, (1 or B, 1 or H, K', N), see `projection_matrix`.
         """
-        weight = self.weight
+        weight: Tensor | None = self.weight
         if self.slots_of_heads is not None:
             weight = pad_sequence(weight.split(self.slots_of_heads), batch_first=True)  # (H, K*, N)
         arguments = (states, weight, self.projection_type, self.kernel_size, lengths)
