@@ -64,6 +64,30 @@ def test_a_report_of_a_bert_is_written_by_a_process_of_its_own(folder):
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
 
 
+def test_masked_tokens_are_counted_with_fewer_and_fewer_landmarks(folder, capsys):
+    flags = "--num_landmarks 2 16 64 --lengths 40 --max_samples 3 --mlm_accuracy --layers 1".split()
+    assert main(inspect(folder, "Bert", *flags)) == 0
+    found = json.loads((folder / "out" / "Bert" / "inspection.json").read_text(encoding="utf-8"))
+    assert [row["num_landmarks"] for row in found["mlm"]] == [None, 2, 16, 64]
+    exact, *_, all_tokens = (dict(row, num_landmarks=0) for row in found["mlm"])
+    assert all_tokens == exact and len({row["mlm_loss"] for row in found["mlm"]}) == 3
+    assert (
+        folder / "out" / "Bert" / "mlm_accuracy.png"
+    ).is_file() and "Masked tokens with 2 landmarks" in capsys.readouterr().out
+    assert [layer["layer"] for layer in found["layers"]] == [1]
+    assert main(inspect(folder, "Linformer", "--mlm_accuracy")) == 1
+    assert "--mlm_accuracy is for attention through landmarks" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
+    make_model("Bert", vocab_size=99).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").symlink_to(folder / "Bert" / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").symlink_to(folder / "Bert" / "tokenizer_config.json")
+    flags = ["--text_file", str(folder / "text.txt"), "--output_dir", str(tmp_path / "out"), "--mlm_accuracy"]
+    assert main(["inspect", str(tmp_path), *flags]) == 1
+    assert "weights of BertForMaskedLM, such as cls.predictions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

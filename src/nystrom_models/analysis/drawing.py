@@ -38,7 +38,9 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
 }
 # Lines for layers or numbers of landmarks, from few to many, readable on light and dark.
-_COLORS = "viridis"
+LINES = "viridis"
+# Heat maps of errors and weights, from 0.
+ERRORS = "magma"
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Picture:
     title: str
     caption: str
     draw: Callable[[Figure], None]
-    size: tuple[float, float] = (7.0, 4.0)
+    size: tuple[float, float] = (5.0, 3.7)
 
     def save(self, path: Path) -> None:
         """Writes a .png on white."""
@@ -104,7 +106,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
             "Error by head",
             f"Relative error of each head's output, {describe(main)}.",
             functools.partial(
-                _heads, [inspection.output_error(layer, main) for layer in inspection.layers], inspection, "magma"
+                _heads, [inspection.output_error(layer, main) for layer in inspection.layers], inspection, ERRORS
             ),
         )
     )
@@ -138,7 +140,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
                 "Singular values by head",
                 f"The share of the {quarter:,} largest singular values, by layer and head (Linformer, figure 1, on "
                 "the right).",
-                functools.partial(_heads, [share[:, quarter - 1] for share in shares], inspection, "viridis"),
+                functools.partial(_heads, [share[:, quarter - 1] for share in shares], inspection, LINES),
             )
         )
     if inspection.mlm is not None:
@@ -149,7 +151,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
                 f"Accuracy of masked tokens, {main.length:,} tokens a row, by landmarks and by the error "
                 "of the attention's output: the mean over layers, as above. Bars are standard errors.",
                 functools.partial(_masked_accuracy, inspection),
-                size=(8.0, 4.0),
+                size=(6.5, 3.7),
             )
         )
     found.extend(_map_pictures(inspection))
@@ -167,8 +169,14 @@ def describe(setting: Setting) -> str:
 
 def _shades(count: int) -> list[Any]:
     """Colors of `count` lines; not the ends of the scale, which vanish on light or dark."""
-    scale = matplotlib.colormaps[_COLORS]
-    return [scale(0.15 + 0.7 * place / max(1, count - 1)) for place in range(count)]
+    scale = matplotlib.colormaps[LINES]
+    return [scale(0.25 + 0.55 * place / max(1, count - 1)) for place in range(count)]
+
+
+def _legend(figure: Figure) -> None:
+    """Below the plot, where it hides nothing."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
 
 
 def _error_by_layer(inspection: Inspection, settings: list[Setting], figure: Figure) -> None:
@@ -181,7 +189,7 @@ def _error_by_layer(inspection: Inspection, settings: list[Setting], figure: Fig
     axes.set(xlabel="layer", ylabel="relative error of the output", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.2)
-    axes.legend()
+    _legend(figure)
 
 
 def _error_by_landmarks(inspection: Inspection, figure: Figure) -> None:
@@ -198,14 +206,15 @@ def _error_by_landmarks(inspection: Inspection, figure: Figure) -> None:
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set(xlabel="landmarks", ylabel="relative error of the output", ylim=(0, None))
     axes.grid(alpha=0.2)
-    axes.legend()
+    _legend(figure)
 
 
 def _heads(values: list[torch.Tensor], inspection: Inspection, cmap: str, figure: Figure) -> None:
     """A heat map, layers down and heads across."""
     axes = figure.add_subplot()
     table = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=float("nan"))
-    image = axes.imshow(table, cmap=cmap, aspect="auto", vmin=0, interpolation="nearest")
+    least = 0 if cmap == ERRORS else None
+    image = axes.imshow(table.numpy(), cmap=cmap, aspect="auto", vmin=least, interpolation="none")
     layers = list(inspection.layers)
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     axes.set(xlabel="head", ylabel="layer")
@@ -231,17 +240,19 @@ def _residuals(inspection: Inspection, figure: Figure) -> None:
     axes.set(xlabel="layer", ylabel="residual")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.2)
-    axes.legend()
+    _legend(figure)
 
 
 def _cumulative(inspection: Inspection, shares: list[torch.Tensor], figure: Figure) -> None:
     axes = figure.add_subplot()
     colors = _shades(len(shares))
     for layer, share, color in zip(inspection.layers, shares, colors, strict=True):
-        axes.plot(range(1, share.shape[1] + 1), share.mean(dim=0), color=color, linewidth=1.3, label=f"layer {layer}")
+        axes.plot(
+            range(1, share.shape[1] + 1), share.mean(dim=0).numpy(), color=color, linewidth=1.3, label=f"layer {layer}"
+        )
     axes.set(xlabel="singular values", ylabel="share of their sum", ylim=(0, 1.02))
     axes.grid(alpha=0.2)
-    axes.legend(ncols=2, fontsize="small")
+    _legend(figure)
 
 
 def _masked_accuracy(inspection: Inspection, figure: Figure) -> None:
@@ -264,11 +275,11 @@ def _masked_accuracy(inspection: Inspection, figure: Figure) -> None:
     for row in exact:
         by_number.axhline(row["mlm_accuracy"], color=INK, linewidth=1, linestyle="--", label="exact")
         by_error.plot(0, row["mlm_accuracy"], "s", color=INK, markersize=5)
-        by_number.legend()
+        by_number.legend(loc="lower right", fontsize="small")
     by_number.set_xscale("log", base=2)
     by_number.set_xticks(numbers, [f"{number:,}" for number in numbers])
     by_number.set(xlabel="landmarks", ylabel="accuracy of masked tokens")
-    by_error.set(xlabel="relative error of the output", xlim=(-0.02, None))
+    by_error.set(xlabel="relative error of the output", xlim=(-0.05 * max(errors), 1.1 * max(errors)))
     for axes in (by_number, by_error):
         axes.grid(alpha=0.2)
 
@@ -298,7 +309,7 @@ def _maps(maps: torch.Tensor, heads: list[int], errors: torch.Tensor, figure: Fi
         # An approximation has small negative weights here and there.
         true, approximated = maps[:, head].float().clamp_min(0).sqrt()
         for row, image in enumerate((true, approximated)):
-            axes[row, column].imshow(image, cmap="magma", vmin=0, vmax=true.max(), interpolation="nearest")
+            axes[row, column].imshow(image.numpy(), cmap=ERRORS, vmin=0, vmax=true.max(), interpolation="none")
             axes[row, column].set(xticks=[], yticks=[])
         axes[0, column].set_title(f"head {head}", fontsize="medium")
         axes[1, column].set_xlabel(f"error {errors[head]:.3f}")

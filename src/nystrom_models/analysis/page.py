@@ -23,9 +23,11 @@ def page(inspection: Inspection, content: Mapping[str, Any], error: float) -> st
     parts = [f"<h1>Attention of {_text(name)}</h1>", f"<p>{_summary(inspection, content)}</p>"]
     parts += [_configuration(inspection, error)]
     parts += ["<h2>Layers</h2>", _table(_layer_rows(inspection, error))]
+    parts.append('<div class="figures">')
     for picture in pictures(inspection):
         caption = f"<figcaption><b>{_text(picture.title)}</b>{_text(picture.caption)}</figcaption>"
         parts.append(f'<figure id="{picture.name}">{picture.svg()}{caption}</figure>')
+    parts.append("</div>")
     if content["token"] is not None:
         parts += _token(content["token"])
     parts += ["<h2>Heads</h2>", _table(_head_rows(inspection, error))]
@@ -71,10 +73,13 @@ def _configuration(inspection: Inspection, error: float) -> str:
     if ranks["by_layer"]:
         lines += [f"projected_dim={ranks['by_layer']}", f"projected_dim={ranks['by_head']}"]
     text = (
-        f"What a relative error of {error:g} needs: landmarks by layer, for the output, at "
-        f"{inspection.main.length:,} tokens; and the rank of the maps, by layer and by head, below which no "
-        "projection comes so near."
+        f"Landmarks by layer, for the output at {inspection.main.length:,} tokens; where no number that was tried is "
+        "enough, all tokens, which is exact attention. "
+        if landmarks["by_layer"]
+        else ""
     )
+    if ranks["by_layer"]:
+        text += "The rank of the maps by layer and by head: fewer slots of a Linformer come no nearer."
     return f"<h2>What an error of {error:g} needs</h2><p>{_text(text)}</p><pre>{_text(chr(10).join(lines))}</pre>"
 
 

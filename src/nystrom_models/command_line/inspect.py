@@ -8,6 +8,7 @@ pictures, inspection.html; the same as data, inspection.json; and the pictures a
 """
 
 import argparse
+from typing import Any
 
 DEFAULT_LENGTH = 512
 
@@ -113,9 +114,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     texts = documents[arguments.text_column_name]
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.checkpoint)
-    # In float32, so that what is measured is the approximation and not the rounding.
     model_class = AutoModelForMaskedLM if arguments.mlm_accuracy else AutoModel
-    whole = model_class.from_pretrained(arguments.checkpoint, dtype=torch.float32).to(device)
+    whole = _load(model_class, arguments.checkpoint).to(device)
     model = whole.get_encoder() if whole.config.is_encoder_decoder else whole.base_model
     if arguments.mlm_accuracy:
         if tokenizer.mask_token_id is None or whole.config.is_encoder_decoder:
@@ -188,6 +188,29 @@ def run(arguments: argparse.Namespace) -> None:
     for line in summary(found):
         print(line)
     print(f"Written to {paths[0]}, {paths[1].name} and {len(paths) - 2} pictures")
+
+
+def _load(model_class: Any, checkpoint: str) -> Any:
+    """The model in float32, so that what is measured is the approximation and not the rounding.
+
+    Raises:
+        ValueError: if weights that count are not in the checkpoint, and would be random.
+    """
+    import torch
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # of heads that are left out, it would report each weight
+    try:
+        model, info = model_class.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    if missing := sorted(name for name in info["missing_keys"] if "pooler" not in name):
+        raise ValueError(
+            f"{checkpoint} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: give a whole "
+            "checkpoint, and one with a masked language modelling head for --mlm_accuracy."
+        )
+    return model
 
 
 def summary(found: dict) -> list[str]:
