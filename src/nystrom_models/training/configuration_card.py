@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
-from .model_card import FAMILIES, TEMPLATE, limits_of
+from .model_card import FAMILIES, TEMPLATE, limits_of, span
 
 PAPERS = {
     "linear_transformer": (
@@ -38,7 +38,8 @@ def _attention(config: BaseConfig) -> str:
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is None:
             return "softmax, exact: the control of the Nyström models"
-        return f"Nyström, {config.num_landmarks} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse"
+        landmarks = span(config.num_landmarks)
+        return f"Nyström, {landmarks} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse"
     if isinstance(config, LinearTransformerConfig):
         projected = (
             "" if config.projected_dim is None else f", keys and values projected to {config.projected_dim} slots"
@@ -54,7 +55,7 @@ def _attention(config: BaseConfig) -> str:
         "layerwise": "shared by all heads, keys, values and layers",
     }
     projections = f"{config.projection_type} projections {shared[config.share_projection]}"
-    return f"Linformer, k = {config.projected_dim}, {projections}"
+    return f"Linformer, k = {span(config.projected_dim)}, {projections}"
 
 
 def _summary(config: BaseConfig) -> str:
