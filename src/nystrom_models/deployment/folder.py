@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -39,7 +40,7 @@ def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrai
         )
     import nystrom_models
 
-    model_class = AutoModel
+    model_class: Any = AutoModel
     if task is not None:
         model_class = getattr(transformers, TASKS[task])
     elif config.architectures:
