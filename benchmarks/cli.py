@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import (  # noqa: F401  (they register)
+    any_encoder,
+    architecture_table,
     capabilities,
     collators,
     compiled_kernels,
@@ -130,6 +132,9 @@ def build_parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="plot a result file (needs matplotlib)")
     plot.add_argument("file")
     plot.add_argument("--output", help="image file (default: the result file's name with .png)")
+    commands.add_parser(
+        "architectures", help='which encoders of Transformers take attn_implementation="nystrom" (CPU, under a minute)'
+    )
     abilities = commands.add_parser("capabilities", help="try what each implementation can do (CPU, under a minute)")
     abilities.add_argument("--markdown", action="store_true", help="print the table as Markdown")
 
@@ -359,6 +364,15 @@ def show_capabilities(markdown: bool) -> int:
     return 1 if capabilities.failures(answers) else 0
 
 
+def show_architectures() -> int:
+    """Prints the table as Markdown; 1 if one that runs is not as it should be."""
+    versions = environment.versions()
+    print(f"transformers {versions['transformers']}, torch {versions['torch']}\n")
+    answers = architecture_table.measure(report=progress)
+    print(architecture_table.table(answers))
+    return 1 if architecture_table.failures(answers) else 0
+
+
 def on_a_gpu(arguments: argparse.Namespace) -> int:
     """Runs what a GPU is needed for; 0 if nothing failed."""
     if arguments.command == "gpu":
@@ -403,6 +417,8 @@ def main(argv: list[str] | None = None) -> int:
             print(report.paper_table(results, arguments.layout, arguments.against))
         else:
             print(report.table(results))
+    elif arguments.command == "architectures":
+        return show_architectures()
     elif arguments.command == "capabilities":
         return show_capabilities(arguments.markdown)
     else:
