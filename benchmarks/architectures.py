@@ -183,6 +183,16 @@ ARCHITECTURES = (
     _text("X-MOD", "xmod", languages=["en"], default_language="en"),
     _text("MobileBERT", "mobilebert", embedding_size=16, intra_bottleneck_size=16),
     _text("LayoutLM", "layoutlm"),
+    _text(
+        "EmbeddingGemma",
+        "gemma3_text",
+        use_bidirectional_attention=True,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    _text("Llama with is_causal=False", "llama", is_causal=False),
     _text("ESM-2", "esm", "protein", position_embedding_type="rotary", token_dropout=False, mask_token_id=3),
     _vision("ViT", "vit"),
     _vision("DeiT", "deit"),
@@ -245,6 +255,25 @@ ARCHITECTURES = (
         SEQ2SEQ | {"max_position_embeddings": 2 * LENGTH},
         padded=("attention_mask", 1),
         part="encoder",
+    ),
+    Architecture(
+        "DETR (self- and cross-attention)",
+        "vision",
+        "detr",
+        SEQ2SEQ
+        | {
+            "backbone_config": {
+                "model_type": "resnet",
+                "embedding_size": 8,
+                "hidden_sizes": [8, 8],
+                "depths": [1, 1],
+                "out_features": ["stage2"],
+            },
+            "num_queries": 20,
+            "init_std": 0.5,
+            "init_xavier_std": 3.0,
+        },
+        inputs=lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
     ),
     # What is refused, and why: each of its own kind.
     Architecture("BART, whole (causal decoder)", "several parts", "bart", SEQ2SEQ | {"max_position_embeddings": 80}),

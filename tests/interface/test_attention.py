@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention function against references in float64, and what it refuses."""
 
+import ast
+import inspect
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModel
 
@@ -147,11 +152,11 @@ def test_the_family_itself_is_not_for_it():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "ViT"])
+@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "ViT", "SigLIP vision"])
 def test_maps_of_all_layers(name):
     """As many as layers, those of exact layers and of sliding windows among them; each row of a map adds to one."""
     model = make(name)
-    if name == "ViT":
+    if name in ("ViT", "SigLIP vision"):  # which tells its layers nothing
         inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
     else:
         inputs = {"input_ids": tokens(), "attention_mask": torch.ones(2, 40)}
@@ -247,3 +252,22 @@ def test_onnx_is_one_file_for_all_lengths(tmp_path):
         expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
         (found,) = session.run(["last_hidden_state"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
         assert relative_error(torch.from_numpy(found)[mask.bool()], expected[mask.bool()]) < 1e-4
+
+
+def test_every_argument_of_transformers_is_known():
+    """What the models of the installed Transformers give their attention is taken, refused by name, or harmless."""
+    taken = set(inspect.signature(nystrom_attention_forward).parameters) | {"attention_mask"}
+    harmless = {"position_ids", "deterministic", "max_length_q", "max_length_k"}
+    found = {}
+    for path in Path(transformers.models.__path__[0]).glob("*/modeling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"= attention_interface\(", text):
+            depth, end = 1, match.end()
+            while depth:
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                end += 1
+            call = ast.parse(re.sub(r"^\s*", "", text[match.start() + 2 : end])).body[0].value
+            found |= {keyword.arg: path.name for keyword in call.keywords if keyword.arg is not None}
+    assert {"scaling", "cu_seq_lens_q", "position_bias", "softcap"} <= found.keys()
+    unknown = {name: file for name, file in found.items() if name not in taken | harmless | CHANGES.keys()}
+    assert unknown == {}

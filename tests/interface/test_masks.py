@@ -115,6 +115,13 @@ def test_masks_of_other_attention_are_refused():
         create_bidirectional_mask(
             CONFIG, states, None, and_mask_function=lambda b, h, q, k: documents[q] == documents[k]
         )
+    # Conditions that come to a mask of keys are one.
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    expected = mask.bool() & (documents == 1)
+    found = create_bidirectional_mask(CONFIG, states, mask, and_mask_function=lambda b, h, q, k: documents[k] == 1)
+    assert torch.equal(found, expected[:, None, None])
+    found = create_causal_mask(CONFIG, states, mask, None, or_mask_function=lambda *_: torch.tensor(True))
+    assert torch.equal(found, mask.bool()[:, None, None])
 
 
 def test_sliding_windows_are_those_of_sdpa():

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import _active_collector
 
 from ..kernels import nystrom_attention_if_possible
 from ..models.attention_nystrom import (
@@ -71,7 +73,8 @@ def nystrom_attention_forward(
         scaling: of the scores, 1 / √D by default.
         is_causal: must be False, or that of the module, for more than one query.
         sliding_window: tokens that a query sees; None for all.
-        output_attentions: whether the map is returned, without dropout.
+        output_attentions: whether the map is returned, without dropout. Outside graphs it also is where the model
+            collects maps, and does not say so to its layers.
         options: what else Transformers hands to attention functions.
 
     Returns: context (B, N, H, D), and the attention map (B, H, N, K) if it is asked for.
@@ -84,10 +87,11 @@ def nystrom_attention_forward(
             f'attn_implementation="{IMPLEMENTATION}" is for other encoders: {type(module).__name__} is linear in the '
             'length by itself. Use "sdpa".'
         )
+    output_attentions = bool(output_attentions) or _collects_maps(query)
     settings = settings_of(module)
     if settings is None or sliding_window is not None:
         exact = (attention_mask, dropout, scaling, is_causal)
-        return _exact_attention(module, query, key, value, *exact, bool(output_attentions), **options)
+        return _exact_attention(module, query, key, value, *exact, output_attentions, **options)
 
     _reject_changes(module, options)
     _reject_causal(module, query, attention_mask, is_causal)
@@ -117,6 +121,14 @@ def _self_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if value.shape == query.shape:
         context = nystrom_attention_if_possible(query, key, value, mask, **options)
     return nystrom_attention(query, key, value, mask, **options) if context is None else context
+
+
+def _collects_maps(query: Tensor) -> bool:
+    """Whether a model of Transformers is collecting the attention maps of its layers, in a call of its own."""
+    if is_tracing(query):
+        return False
+    collected = _active_collector.get()
+    return collected is not None and any(name.endswith("attentions") for name in collected)
 
 
 def _reject_changes(module: nn.Module, options: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ def nystrom_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
     config: Any = None,
     device: torch.device | str = "cpu",
     **options: Any,
@@ -55,11 +56,13 @@ def nystrom_mask(
     """With the signature of Transformers' `AttentionMaskInterface`: the mask of an encoder's attention.
 
     Args:
-        mask_function: which pairs of tokens see each other. All pairs, or the sliding windows of an encoder.
+        mask_function: which pairs of tokens see each other: all, or those of an encoder's sliding windows, or what
+            comes to a mask of keys.
         attention_mask: (B, K) bool, True at tokens; None for all valid.
         local_size: tokens of a sliding window. Its layers keep exact attention, with the mask of `sdpa`.
         allow_is_bidirectional_skip: whether None may be returned where every key is visible. Transformers gives it for
             bidirectional attention alone.
+        use_vmap: whether the model adds conditions of its own, by which a causal mask may become one of keys.
         The others: as of `transformers.masking_utils.sdpa_mask`.
 
     Returns: (B, 1, 1, K) bool, True at visible keys, or None where all are; outside graphs its values are looked at.
@@ -67,7 +70,15 @@ def nystrom_mask(
 
     Raises ValueError for causal masks and those by other pairs of tokens.
     """
-    if allow_is_bidirectional_skip is None:
+    sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    options |= {
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "device": device,
+    }
+    options |= {"q_offset": q_offset, "kv_offset": kv_offset}
+    if allow_is_bidirectional_skip is None and not use_vmap:
         model = "this model" if config is None else f"model_type={config.model_type!r}"
         raise ValueError(
             f'attn_implementation="nystrom" is for attention to the whole row, and {model} asks for a causal mask: '
@@ -76,21 +87,12 @@ def nystrom_mask(
             'attn_implementation={"vision_config": "nystrom"}.'
         )
     if local_size is not None:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            device=device,
-            **options,
-        )
+        skip = bool(allow_is_bidirectional_skip)
+        return sdpa_mask(**sizes, **options, local_size=local_size, allow_is_bidirectional_skip=skip)
     if mask_function is not bidirectional_mask_function:
-        raise ValueError(BY_PAIR)
+        # Conditions of the model's own: they may come to a mask of keys, and are looked at.
+        keys = key_mask_of(sdpa_mask(**sizes, **options), batch_size, q_length, kv_length)
+        return None if keys is None else keys[:, None, None, :]
     if attention_mask is None:
         if allow_is_bidirectional_skip:
             return None

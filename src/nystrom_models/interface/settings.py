@@ -147,7 +147,8 @@ def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
             "replaced: convert the checkpoint (nystrom_models.conversion), or choose another architecture."
         )
     for path, module in attentions.items():
-        if getattr(module, "is_causal", False) is True:
+        # A model of causal modules is none where its configuration says so.
+        if getattr(module, "is_causal", False) is True and getattr(_config_of(module), "is_causal", True):
             raise ValueError(
                 f"{path} of {name} is causal, which landmarks of a whole row cannot be: give use_nystrom() the "
                 "encoder alone, such as model.get_encoder() or model.vision_model. Linear causal models are the "
