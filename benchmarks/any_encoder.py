@@ -56,9 +56,16 @@ def vit(setting: Setting) -> PreTrainedModel:
 
 
 def attend_in_the_papers_order(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **options: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    scaling: float = 1.0,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """The readable attention, with the signature of Transformers' `AttentionInterface`, for rows without padding."""
+    query = query * (scaling * query.shape[-1] ** 0.5)
     num_landmarks = module.config.nystrom["num_landmarks"]
     return nystrom_attention_reference(query, key, value, num_landmarks=num_landmarks).transpose(1, 2), None
 

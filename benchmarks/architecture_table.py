@@ -203,6 +203,10 @@ def table(answers: Answers) -> str:
     """Markdown: first those that run, then those that refuse, with the reason."""
     kinds = {architecture.name: architecture.kind for architecture in ARCHITECTURES}
     lines = [
+        "Small models with random weights, float32 on a CPU. Differences are relative to the largest entry.",
+        f"Short rows have fewer tokens than the {MANY_LANDMARKS} landmarks. Few are {LANDMARKS}; with these,",
+        "padding is a row alone against the same row padded, and other contents at padding.",
+        "",
         "| architecture | kind | short rows against `sdpa`: output, gradients | few landmarks change the output by "
         "| padding | gradients | saved and loaded |",
         "| --- | --- | --- | --- | --- | --- | --- |",

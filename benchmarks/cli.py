@@ -227,10 +227,14 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
         parser.error("argument --device: PyTorch finds no CUDA device here; use cpu")
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def circumstances(arguments: argparse.Namespace) -> dict:
     """What results depend on besides the code."""
     return {
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": now(),
         "machine": environment.machine(arguments.device),
         "versions": environment.versions(),
         "source": environment.commit(),
@@ -366,8 +370,10 @@ def show_capabilities(markdown: bool) -> int:
 
 def show_architectures() -> int:
     """Prints the table as Markdown; 1 if one that runs is not as it should be."""
-    versions = environment.versions()
-    print(f"transformers {versions['transformers']}, torch {versions['torch']}\n")
+    versions, source = environment.versions(), environment.commit()
+    commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
+    print("    python -m benchmarks architectures\n")
+    print(f"transformers {versions['transformers']}, torch {versions['torch']}; commit {commit}; {now()}\n")
     answers = architecture_table.measure(report=progress)
     print(architecture_table.table(answers))
     return 1 if architecture_table.failures(answers) else 0

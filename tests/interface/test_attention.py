@@ -125,7 +125,7 @@ def test_what_changes_the_attention_is_refused(name):
         (Attention(is_causal=True), {}, "is causal"),
         (Attention(), {"is_causal": True}, "is causal"),
         (Attention(), {"tree_mask": torch.ones(2)}, "the tensor tree_mask"),
-        (Attention(num_landmarks=0), {}, "config.num_landmarks=0"),
+        (Attention(num_landmarks=0), {}, "num_landmarks=0 must be"),
         (Attention(nystrom={"landmarks": 3}), {}, "config.nystrom must be like"),
         (Attention(nystrom={"num_landmarks": 3, "layers": [0]}), {}, "call nystrom_models.use_nystrom"),
         (Attention(is_decoder=True), {"keys": 17}, "is of a decoder"),

@@ -69,6 +69,10 @@ def test_the_configuration_says_how_many(tmp_path):
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, attn_implementation="nystrom")
     assert set(landmarks(again).values()) == {5}
+    again.config.nystrom, again.config.num_landmarks = None, [3, 7]  # as a list of the analysis
+    assert list(landmarks(again).values()) == [3, 7]
+    again.config.num_landmarks = None
+    assert set(landmarks(again).values()) == {None}
     plain = AutoModel.from_config(BertConfig(num_hidden_layers=1, attn_implementation="nystrom"))
     assert set(landmarks(plain).values()) == {64}
 

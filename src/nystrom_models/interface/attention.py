@@ -161,10 +161,10 @@ def _reject_causal(module: nn.Module, query: Tensor, attention_mask: Tensor | No
         )
 
 
-def _reject_decoder(module: nn.Module, query: Tensor, key: Tensor, num_landmarks: int | None) -> None:
+def _reject_decoder(module: nn.Module, query: Tensor, key: Tensor, num_landmarks: int) -> None:
     """Raises ValueError for a decoder's attention to its encoder where its landmarks would show later tokens."""
     is_decoder = getattr(module, "is_decoder", False) or getattr(module.config, "is_decoder", False)
-    if is_decoder and num_landmarks is not None and min(query.shape[2], key.shape[2]) > num_landmarks:
+    if is_decoder and min(query.shape[2], key.shape[2]) > num_landmarks:
         raise ValueError(
             f"{type(module).__name__} is of a decoder, whose tokens must not see later ones, and landmarks of its "
             'queries would: use attn_implementation="sdpa" for the decoder, and '

@@ -113,7 +113,7 @@ def nystrom_mask(
 def segments_of(attention_mask: Tensor, key_mask: Tensor, settings: LayerSettings) -> Segments | None:
     """`landmark_segments` of the key mask (B, K) of a mask that `nystrom_mask` made; None where they must be found."""
     num_landmarks = settings.num_landmarks
-    if num_landmarks is None or key_mask.shape[1] <= num_landmarks or is_tracing(attention_mask):
+    if key_mask.shape[1] <= num_landmarks or is_tracing(attention_mask):
         return None
     known = _segments.get(attention_mask)
     if known is None:

@@ -4,7 +4,8 @@
     {"num_landmarks": 64, "pinv_iterations": 6, "layers": null}
 
 `num_landmarks` is a number or a list with one for each layer, `layers` the numbers of the layers from 0, or null for
-all. Without the field, all layers have it, with the `num_landmarks` of the configuration if it has one, otherwise 64.
+all. Without the field, all layers have it, with the `num_landmarks` of the configuration if it has one (none of them
+where it is null), otherwise 64.
 `config.json` carries the field like any other; which implementation a model uses, Transformers does not save.
 """
 
@@ -30,9 +31,9 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 class LayerSettings(NamedTuple):
-    """What one layer attends with. num_landmarks: M, None for exact attention."""
+    """What one layer attends with. num_landmarks: M."""
 
-    num_landmarks: int | None
+    num_landmarks: int
     pinv_iterations: int
 
 
@@ -45,10 +46,9 @@ def settings_of(module: nn.Module) -> LayerSettings | None:
     config = getattr(module, "config", None)
     field = getattr(config, FIELD, None)
     if field is None:
-        num_landmarks = getattr(config, "num_landmarks", DEFAULT_LANDMARKS)
-        if num_landmarks is not None:
-            _check_number(num_landmarks, "config.num_landmarks")
-        return LayerSettings(num_landmarks, DEFAULT_ITERATIONS)
+        field = {"num_landmarks": getattr(config, "num_landmarks", DEFAULT_LANDMARKS)}
+        if field["num_landmarks"] is None:
+            return None
     num_landmarks, pinv_iterations, layers = _read(field)
     if layers is None and not isinstance(num_landmarks, Sequence):
         return LayerSettings(num_landmarks, pinv_iterations)
@@ -57,14 +57,17 @@ def settings_of(module: nn.Module) -> LayerSettings | None:
         index = getattr(module, "layer_idx", None)
     if index is None:
         raise ValueError(
-            f"config.{FIELD} has settings by layer, and {type(module).__name__} does not know which layer it is of: "
-            "call nystrom_models.use_nystrom(model) once after loading, which takes the settings from the "
-            "configuration."
+            f"The configuration has settings by layer, and {type(module).__name__} does not know its layer: call "
+            "nystrom_models.use_nystrom(model) once after loading, which takes the settings from the configuration."
         )
     if layers is not None and index not in layers:
         return None
     if isinstance(num_landmarks, Sequence):
         place = index if layers is None else layers.index(index)
+        if place >= len(num_landmarks):
+            raise ValueError(
+                f"num_landmarks has {len(num_landmarks)} numbers, and there is a layer {index}: give one for each."
+            )
         return LayerSettings(num_landmarks[place], pinv_iterations)
     return LayerSettings(num_landmarks, pinv_iterations)
 

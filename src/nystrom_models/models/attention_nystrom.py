@@ -32,7 +32,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .masked_attention import Attend, attend, attention_weights, visible_keys
 from .precise_product import multiply
-from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads
+from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads, take_tokens
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
@@ -111,13 +111,24 @@ def nystrom_attention_reference(
     contexts = []
     for row in range(query.shape[0]):
         valid = slice(None) if mask is None else mask[row]
-        f, to_tokens = _nystrom_factors(
-            query[row], query[row][:, valid], key[row][:, valid], num_landmarks, pinv_iterations
-        )
-        f = torch.dropout(f, dropout_p, train=dropout_p > 0)
-        contexts.append(f @ (to_tokens @ value[row][:, valid]))
+        states = (query[row], query[row][:, valid], key[row][:, valid], value[row][:, valid])
+        contexts.append(_attend_in_a_row(*states, num_landmarks, pinv_iterations, dropout_p))
     context = torch.stack(contexts)
     return context if skip is None else context + skip
+
+
+def _attend_in_a_row(
+    query: Tensor,
+    valid_query: Tensor,
+    valid_key: Tensor,
+    valid_value: Tensor,
+    num_landmarks: int | None,
+    pinv_iterations: int,
+    dropout_p: float,
+) -> Tensor:
+    """F A⁺ (B V), (H, R, D), with the factors of these queries and keys."""
+    f, to_tokens = _nystrom_factors(query, valid_query, valid_key, num_landmarks, pinv_iterations)
+    return torch.dropout(f, dropout_p, train=dropout_p > 0) @ (to_tokens @ valid_value)
 
 
 # ---- fast path: all rows at once, two softmax attentions, nothing of size N×M stored ----
@@ -291,10 +302,14 @@ def nystrom_attention(
     if landmarks.segments is None:
         return attend(query, landmarks.key, landmark_values, None, dropout_p, skip)
     segments = landmarks.segments
-    # Where every token is its own landmark, A⁺ B selects the tokens: their own values, first of each segment.
-    own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
-    landmark_values = torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
+    landmark_values = _own_values_where_exact(landmark_values, value, segments)
     return attend(query, landmarks.key, landmark_values, segments.exists, dropout_p, skip)
+
+
+def _own_values_where_exact(landmark_values: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """A⁺ B V, (B, H, M, D); where every token is its own landmark, A⁺ B selects the tokens, with their own values."""
+    own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
+    return torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
 
 
 def nystrom_attention_map(
@@ -316,9 +331,7 @@ def nystrom_attention_map(
 
     Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N where rows are given.
     """
-    wanted = query
-    if rows is not None:
-        wanted = split_heads(gather_tokens(merge_heads(query), rows.expand(len(query), -1)), query.shape[1])
+    wanted = query if rows is None else take_tokens(query, rows)
     if _is_exact(query, num_landmarks):
         f, to_tokens = attention_weights(wanted, key, visible_keys(mask)), None
     else:
@@ -353,9 +366,8 @@ def nystrom_cross_attention_reference(
     contexts = []
     for row in range(query.shape[0]):
         valid = slice(None) if key_mask is None else key_mask[row]
-        f, to_tokens = _nystrom_factors(query[row], query[row], key[row][:, valid], num_landmarks, pinv_iterations)
-        f = torch.dropout(f, dropout_p, train=dropout_p > 0)
-        contexts.append(f @ (to_tokens @ value[row][:, valid]))
+        states = (query[row], query[row], key[row][:, valid], value[row][:, valid])
+        contexts.append(_attend_in_a_row(*states, num_landmarks, pinv_iterations, dropout_p))
     return torch.stack(contexts)
 
 
@@ -393,8 +405,7 @@ def nystrom_cross_attention(
     seen = attend(query_landmarks, key, value, key_mask)  # B V
     landmark_values = (pinv @ seen.to(pinv.dtype)).to(value.dtype)
     if key_segments is not None:
-        own_values = split_heads(gather_tokens(merge_heads(value), key_segments.positions[..., 0]), value.shape[1])
-        landmark_values = torch.where(key_segments.exact[:, None, None, None], own_values, landmark_values)
+        landmark_values = _own_values_where_exact(landmark_values, value, key_segments)
     context = attend(query, key_landmarks, landmark_values, exists, dropout_p)
     if query_segments is None:
         return context
