@@ -36,9 +36,9 @@ def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
 
 
 def nystrom_matrix(q: Tensor, k: Tensor, num_landmarks: int | None, iterations: int = 6) -> Tensor:
-    """One head: q, k (L, D) -> (L, L)."""
+    """One head: q (N, D), k (K, D) -> (N, K)."""
     scale = 1 / math.sqrt(q.shape[-1])
-    if num_landmarks is None or len(q) <= num_landmarks:
+    if num_landmarks is None or min(len(q), len(k)) <= num_landmarks:
         return softmax(q @ k.T * scale)
     q_landmarks, k_landmarks = segment_means(q, num_landmarks), segment_means(k, num_landmarks)
     inverse = pseudo_inverse(softmax(q_landmarks @ k_landmarks.T * scale), iterations)
