@@ -25,10 +25,12 @@ SENTENCES = (
 
 
 def python_blocks():
-    for match in re.finditer(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
-        line = README.count("\n", 0, match.start()) + 1
-        heading = re.findall(r"^#+ (.*)$", README[: match.start()], re.MULTILINE)[-1]
-        yield pytest.param(match[1], line, id=re.sub(r"\W+", "_", heading))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 1
+            heading = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
+            yield pytest.param(match[1], page.name, line, id=f"{page.stem}_{re.sub(r'[^a-zA-Z]+', '_', heading)}")
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +55,13 @@ def quickstart(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("code", "line"), list(python_blocks()))
-def test_python_in_the_readme_runs(code, line, quickstart, monkeypatch):
+@pytest.mark.parametrize(("code", "page", "line"), list(python_blocks()))
+def test_python_of_the_documents_runs(code, page, line, quickstart, monkeypatch):
     monkeypatch.chdir(quickstart)
     # The default back end needs a C++ compiler, which not every machine has.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    # Padded to its place, so that a traceback names the line of the README.
-    exec(compile("\n" * line + code, "README.md", "exec"), {"__name__": "__main__"})
+    # Padded to its place, so that a traceback names the line of the page.
+    exec(compile("\n" * line + code, page, "exec"), {"__name__": "__main__"})
 
 
 def test_the_readme_names_both_commands():

@@ -18,7 +18,7 @@ TINY = {
 NYSTROM = {
     "landmarks": {"num_landmarks": 16, "conv_kernel_size": 5},
     "no_convolution": {"num_landmarks": 16, "conv_kernel_size": None},
-    "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65},
+    "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65, "embedding_size": 12},
     "one_landmark": {"num_landmarks": 1, "conv_kernel_size": 3},
     "softmax": {"num_landmarks": None, "conv_kernel_size": None},
     "pre_norm": {"num_landmarks": 16, "conv_kernel_size": 5, "layer_norm_position": "pre"},
@@ -26,7 +26,7 @@ NYSTROM = {
 LINFORMER = {
     "layerwise": {},
     "none": {"share_projection": "none"},
-    "headwise": {"share_projection": "headwise", "conv_kernel_size": 5},
+    "headwise": {"share_projection": "headwise", "conv_kernel_size": 5, "classifier_activation": "tanh"},
     "key_value": {"share_projection": "key_value", "projected_dim": [8, 5]},
     "mean_pool": {"projection_type": "mean_pool"},
     "max_pool": {"projection_type": "max_pool"},
@@ -36,7 +36,7 @@ LINFORMER = {
 }
 LINEAR_TRANSFORMER = {
     "elu": {},
-    "relu": {"feature_map": "relu", "conv_kernel_size": 5},
+    "relu": {"feature_map": "relu", "conv_kernel_size": 5, "embedding_size": 40},
     "hedgehog": {"feature_map": "hedgehog", "layer_norm_position": "pre"},
     "projected": {"projected_dim": 8},
     "causal": {"is_decoder": True, "conv_kernel_size": 5},

@@ -4,7 +4,7 @@
 import argparse
 from typing import Protocol
 
-from . import completion, env
+from . import completion, convert, env
 
 
 class Command(Protocol):
@@ -21,6 +21,7 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Command] = {
+    "convert": convert,
     "env": env,
     "completion": completion,
 }
