@@ -43,6 +43,11 @@ def _predictions(outputs: Any, of: str) -> Tensor:
     return outputs["prediction_logits" if "prediction_logits" in outputs else "logits"]
 
 
+def _run(model: Any, inputs: Tensor) -> Any:
+    inputs = inputs.to(model.device)
+    return model(inputs, attention_mask=torch.ones_like(inputs), return_dict=True)
+
+
 @torch.no_grad()
 def measure_differences(
     model: PreTrainedModel, source: SourceModel, sample: Sample, report: ConversionReport
@@ -57,8 +62,7 @@ def measure_differences(
         same: list[Tensor] = []
         for row in rows[:, None]:
             inputs = row[:, None] if report.head == "ForMultipleChoice" and of == "logits" else row
-            options = {"attention_mask": torch.ones_like(inputs), "return_dict": True}
-            actual, expected = (_predictions(one(inputs, **options), of).float() for one in (ours, theirs))
+            actual, expected = (_predictions(_run(one, inputs), of).float().cpu() for one in (ours, theirs))
             largest = max(largest, (actual - expected).abs().max().item())
             scale = max(scale, expected.abs().max().item())
             if of == "logits" and expected.shape[-1] > 1:

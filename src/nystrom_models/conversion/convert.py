@@ -129,7 +129,7 @@ def _convert(
     elif sample is not None:
         if isinstance(sample, str):
             raise TypeError("sample is one text: give a list of texts.")
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(model_name_or_path, **files)
+        tokenizer = tokenizer or _read_tokenizer(model_name_or_path, files)
         rows = Sample.of_texts(sample, tokenizer)
 
     source = read_source(model_name_or_path, source_config, head, kwargs)
@@ -180,7 +180,9 @@ def _start_from(
                 how[prefix + place.name] = "principal directions of keys and values, to be trained"
     if feature_maps:
         report.feature_maps = start_feature_maps(model, exact, sample, matching)
-        how |= dict.fromkeys(feature_maps, "matched to the source's attention, to be trained")
+        matched = [f".layer.{start.layer}." for start in report.feature_maps if start.after < start.before]
+        names = [name for name in feature_maps if any(layer in name for layer in matched)]
+        how |= dict.fromkeys(names, "matched to the source's attention, to be trained")
     report.origins = [dataclasses.replace(origin, how=how.get(origin.name, origin.how)) for origin in report.origins]
 
 
@@ -212,12 +214,12 @@ def convert_checkpoint(
         What [`convert`] returns.
 
     Raises:
-        OSError: if the source has no tokenizer.
-        TypeError, ValueError: see [`convert`]; also if `output_dir` is not empty, or the tokenizer is no fast one.
+        TypeError, ValueError: see [`convert`]; also if `output_dir` is not empty, or the source has no tokenizer, or
+            one that is not fast.
     """
     check_output_dir(output_dir)
     files = {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
-    tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **files)
+    tokenizer = _read_tokenizer(model_name_or_path, files)
     if not tokenizer.is_fast:
         raise ValueError(
             f"The source's tokenizer, {type(tokenizer).__name__}, is not a fast one, which AutoTokenizer needs beside "
@@ -234,6 +236,17 @@ def convert_checkpoint(
     if save_report:
         report.save(output_dir)
     return (model, report) if return_report else model
+
+
+def _read_tokenizer(model_name_or_path: str | os.PathLike, files: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a source; raises ValueError where Transformers makes one up, of special tokens alone."""
+    tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **files)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(
+            f"{str(model_name_or_path)!r} has no tokenizer: save it there, by tokenizer.save_pretrained(), or use "
+            "convert(), which needs none but for a sample of texts."
+        )
+    return tokenizer
 
 
 def check_output_dir(output_dir: str | os.PathLike) -> None:

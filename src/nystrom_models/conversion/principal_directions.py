@@ -67,43 +67,45 @@ def principal_groups(gram: Tensor, slots: int) -> Tensor:
     return groups
 
 
-def _gram(inputs: Sequence[AttentionInputs]) -> Tensor:
-    """(H, N, N): of the keys and values of each head, each with the same weight whatever its size."""
-    total: Tensor | None = None
-    for states in ("key", "value"):
-        gram = sum(torch.einsum("rhnd,rhmd->hnm", *[getattr(chunk, states)] * 2) for chunk in inputs)
-        assert isinstance(gram, Tensor)
-        gram = gram / gram.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None].clamp_min(1e-30)
-        total = gram if total is None else total + gram
-    assert total is not None
+def _gram(inputs: Sequence[AttentionInputs], by_head: bool) -> Tensor:
+    """Of the keys and values of a layer, each head's with the same weight whatever their size: (H, N, N), or their sum
+    (1, N, N)."""
+    total: Tensor | float = 0.0
+    for name in ("key", "value"):
+        states = [getattr(chunk, name) for chunk in inputs]
+        size = sum(chunk.square().sum(dim=(0, 2, 3)) for chunk in states)  # (H,)
+        for chunk in states:
+            scaled = chunk / size.clamp_min(1e-30).sqrt()[:, None, None]
+            # Positions beside what is multiplied: (H or 1, N, rows and channels).
+            scaled = scaled.permute(1, 2, 0, 3) if by_head else scaled.permute(2, 0, 1, 3)[None]
+            scaled = scaled.flatten(2)
+            total = total + scaled @ scaled.mT
+    assert isinstance(total, Tensor)
     return total
 
 
-def _from_gram(place: ProjectionPlace, gram: Tensor) -> Tensor:
-    """The projection of a place from the Gram matrices (H, N, N) of what it projects."""
+def _from_gram(place: ProjectionPlace, grams: Tensor) -> Tensor:
+    """The projection of a place from the Gram matrices, (H or 1, N, N), of what it projects."""
     weight = place.module.weight
     slots = weight.shape[-2]
-    grams = gram if weight.dim() == 3 else gram.sum(dim=0, keepdim=True)
-    means = torch.stack([group_means(principal_groups(one, slots), slots) for one in grams])
-    return (means if weight.dim() == 3 else means[0]).to(weight)
+    means = torch.stack([group_means(principal_groups(gram, slots), slots) for gram in grams])
+    return means.view_as(weight).to(weight)
 
 
 def principal_directions(exact: PreTrainedModel, places: Sequence[ProjectionPlace], rows: Tensor) -> dict[str, Tensor]:
     """Projections by name, from the keys and values of rows (R, N) in a model with softmax attention."""
     found: dict[str, Tensor] = {}
     total: Tensor | float = 0.0
-    shared = places[0].is_of_all
     for layer, inputs in enumerate(attention_inputs(exact, rows)):
-        gram = _gram(inputs)
-        if shared:
-            total = total + gram.sum(dim=0, keepdim=True)
-            continue
         here = [place for place in places if layer in place.layers]
-        if here:
-            # E and F of a layer have the same slots: what a slot's key is like decides the weight of its value.
-            weight = _from_gram(here[0], gram)
-            found |= {place.name: weight for place in here}
-    if shared:
+        grams = _gram(inputs, by_head=here[0].module.weight.dim() == 3)
+        if here[0].is_of_all:
+            total = total + grams
+            continue
+        # E and F of a layer have the same slots: what a slot's key is like decides the weight of its value.
+        weight = _from_gram(here[0], grams)
+        found |= {place.name: weight for place in here}
+    if places[0].is_of_all:
         assert isinstance(total, Tensor)
         found[places[0].name] = _from_gram(places[0], total)
     return found
