@@ -256,6 +256,10 @@ def test_token_types_are_added_and_the_dtype_is_the_sources(tmp_path):
     ids = torch.randint(3, 99, (1, 9))
     assert torch.equal(model(ids, token_type_ids=torch.ones_like(ids))[0], model(ids)[0])
     assert convert(tmp_path, converted_config(tmp_path), dtype=torch.float32).dtype == torch.float32
+    source = save_source(tmp_path / "bert", "Bert", "Model")
+    table = convert(tmp_path / "bert", converted_config(tmp_path / "bert", type_vocab_size=4)).state_dict()
+    expected = source.embeddings.token_type_embeddings.weight[[0, 1, 0, 0]]
+    assert torch.equal(table["embeddings.token_type_embeddings.weight"], expected)
 
 
 def test_fields_come_from_the_source(tmp_path):

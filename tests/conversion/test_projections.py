@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from nystrom_models.conversion import convert, converted_config
-from nystrom_models.conversion.principal_directions import principal_groups
+from nystrom_models.conversion.exact_attention import AttentionInputs
+from nystrom_models.conversion.principal_directions import gram_matrices, principal_groups
 from nystrom_models.conversion.projections import group_means
 from nystrom_models.models.attention_linformer import linformer_attention
 from nystrom_models.models.masked_attention import attend
@@ -64,6 +65,19 @@ def test_positions_of_two_kinds_are_told_apart_and_attention_is_exact():
     # Where all positions are the same, they stay in their order; and numbers need not divide each other.
     assert principal_groups(torch.ones(6, 6), 3).tolist() == [0, 0, 1, 1, 2, 2]
     assert sorted(principal_groups(torch.randn(11, 4).cov(), 4).bincount().tolist()) == [2, 3, 3, 3]
+
+
+def test_each_head_has_its_own_gram_matrix():
+    """Normalised products of keys, and of values, summed over rows and channels, in two parts of the rows."""
+    keys, values = torch.randn(2, 3, 2, 7, 4)
+    expected = torch.zeros(2, 7, 7)
+    for states in (keys, values):
+        for head in range(2):
+            products = sum(row[head] @ row[head].T for row in states)
+            expected[head] += products / products.trace()
+    parts = [AttentionInputs(keys[part], keys[part], values[part]) for part in (slice(0, 1), slice(1, None))]
+    assert relative_error(gram_matrices(parts, by_head=True), expected) < 1e-6
+    assert relative_error(gram_matrices(parts, by_head=False), expected.sum(0, keepdim=True)) < 1e-6
 
 
 def two_kinds_of_positions(tmp_path, alternating):

@@ -67,9 +67,9 @@ def principal_groups(gram: Tensor, slots: int) -> Tensor:
     return groups
 
 
-def _gram(inputs: Sequence[AttentionInputs], by_head: bool) -> Tensor:
-    """Of the keys and values of a layer, each head's with the same weight whatever their size: (H, N, N), or their sum
-    (1, N, N)."""
+def gram_matrices(inputs: Sequence[AttentionInputs], by_head: bool) -> Tensor:
+    """Of the keys and values of a layer, of which each head's have the same weight whatever their size: (H, N, N), or
+    their sum over heads, (1, N, N)."""
     total: Tensor | float = 0.0
     for name in ("key", "value"):
         states = [getattr(chunk, name) for chunk in inputs]
@@ -98,7 +98,7 @@ def principal_directions(exact: PreTrainedModel, places: Sequence[ProjectionPlac
     total: Tensor | float = 0.0
     for layer, inputs in enumerate(attention_inputs(exact, rows)):
         here = [place for place in places if layer in place.layers]
-        grams = _gram(inputs, by_head=here[0].module.weight.dim() == 3)
+        grams = gram_matrices(inputs, by_head=here[0].module.weight.dim() == 3)
         if here[0].is_of_all:
             total = total + grams
             continue
