@@ -74,3 +74,14 @@ def clean_python(tmp_path_factory):
     with open(os.path.join(site, "packages.pth"), "w") as file:
         file.write(sysconfig.get_path("purelib") + "\n")
     return python
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """A headless Chromium (see tests/browser.py) for all tests of a process; skips where there is none."""
+    from tests.browser import Browser, why_not
+
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started

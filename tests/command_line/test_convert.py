@@ -124,4 +124,4 @@ def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
 def test_the_choices_are_those_of_the_library():
     assert command.HEADS == sources.HEADS and command.POSITIONS == METHODS
     assert sorted(command.FAMILIES) == sorted(family.config_class.model_type for family in FAMILIES)
-    assert set(command.SHARING_MODES) == set(SHARING_MODES) and set(command.FEATURE_MAPS) == set(FEATURE_MAPS)
+    assert set(command.SHARING_MODES) == set(SHARING_MODES) and set(command.FEATURE_MAPS) == {*FEATURE_MAPS, None}

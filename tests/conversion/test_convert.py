@@ -406,6 +406,15 @@ def test_model_and_tokenizer_take_the_new_length(family, tokenizer, tmp_path):
             convert_checkpoint(tmp_path / "source", tmp_path / folder, config)
 
 
+@torch.no_grad()
+def test_landmarks_by_layer_are_compared_up_to_the_fewest(tmp_path):
+    save_source(tmp_path, "Bert", "ForMaskedLM")
+    config = converted_config(tmp_path, num_landmarks=[16, 8], conv_kernel_size=None)
+    _, report = convert(tmp_path, config, return_report=True)
+    short, long = report.differences
+    assert (short.tokens, long.tokens) == (8, LENGTH) and short.largest < TOLERANCE * short.scale < long.largest
+
+
 @pytest.mark.parametrize("causal", ["config", "source"])
 def test_causal_and_bidirectional_attention_do_not_mix(causal, tmp_path):
     """By what the configurations state, and not by the name of a family."""

@@ -79,6 +79,19 @@ def test_without_steps_nothing_changes_and_no_start_gets_worse(source):
         Matching(steps=-1)
 
 
+@torch.no_grad()
+def test_from_the_softmax_control_of_the_same_family(tmp_path):
+    source = make_model("linear-elu", "ForMaskedLM", feature_map=None)
+    source.save_pretrained(tmp_path)
+    # Exact attention stays exact, in another family, too.
+    rows = torch.randint(3, 99, (8, LENGTH))
+    exact = convert(tmp_path, converted_config(tmp_path, "nystromformer", num_landmarks=None))
+    assert relative_error(exact(rows).logits, source(rows).logits) < 1e-6
+    config = converted_config(tmp_path, "linear_transformer", feature_map="hedgehog")
+    _, report = convert(tmp_path, config, sample=rows, matching=MATCHING, return_report=True)
+    assert all(start.after < start.before for start in report.feature_maps) and len(report.feature_maps) == 2
+
+
 def test_a_source_without_softmax_attention_gives_nothing_to_match(tmp_path):
     make_model("linformer-key_value", "ForMaskedLM").save_pretrained(tmp_path)
     sample = torch.randint(3, 99, (4, LENGTH))

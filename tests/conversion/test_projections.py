@@ -170,6 +170,32 @@ def test_what_falls_together_is_the_mean(tmp_path):
 
 
 @torch.no_grad()
+def test_heads_may_differ_in_their_slots(tmp_path):
+    """From one number for all to twice as many for some, it is the same function; and back, for these."""
+    source = linformer(tmp_path / "plain", share_projection="none")
+    sizes = [[8, 16, 8, 24], [16, 8, 8, 8]]
+    config = converted_config(tmp_path / "plain", "linformer", projected_dim=sizes)
+    model, report = convert(tmp_path / "plain", config, return_report=True)
+    assert not report.new and any("8 slots made 8, 16, 24" in origin.how for origin in report.origins)
+    ids = torch.randint(3, 99, (2, 40))
+    assert relative_error(model(ids).logits, source(ids).logits) < 1e-6
+    model.save_pretrained(tmp_path / "by_head")
+    config = converted_config(tmp_path / "by_head", "linformer", projected_dim=8)
+    assert relative_error(convert(tmp_path / "by_head", config)(ids).logits, source(ids).logits) < 1e-6
+    # As a start, too: what is measured is what the model has.
+    sample = two_kinds_of_positions(tmp_path / "bert", alternating=True)
+    sizes = [[4, 2, 6, 4], [2, 2, 2, 2]]
+    config = converted_config(tmp_path / "bert", "linformer", projected_dim=sizes, share_projection="none")
+    model, report = convert(tmp_path / "bert", config, sample=sample, return_report=True)
+    assert {start.start for start in report.projections} == {"principal_directions"}
+    weight = model.encoder.layer[0].attention.self.key_projection.weight
+    assert weight.shape == (16, LENGTH) and relative_error(weight.sum(1), torch.ones(16)) < 1e-6
+    exact = convert(tmp_path / "bert", converted_config(tmp_path / "bert", num_landmarks=None, conv_kernel_size=None))
+    rows = torch.randint(3, 99, (2, LENGTH))
+    assert relative_error(model(rows)[0], exact(rows)[0]) < 0.05
+
+
+@torch.no_grad()
 def test_interpolated_columns_keep_their_sums(tmp_path):
     source = linformer(tmp_path, share_projection="key_value")
     with torch.no_grad():

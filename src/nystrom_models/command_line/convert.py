@@ -6,13 +6,14 @@ package. OUT gets the model, the tokenizer and conversion_report.json. Fields th
 """
 
 import argparse
+import json
 from typing import Any
 
 # As nystrom_models.conversion has them; importing it takes seconds, and the parser is made for every command.
 FAMILIES = ("nystromformer", "linformer", "linear_transformer")
 POSITIONS = ("repeat", "interpolate")
 SHARING_MODES = ("none", "headwise", "key_value", "layerwise")
-FEATURE_MAPS = ("elu", "relu", "hedgehog")
+FEATURE_MAPS = ("elu", "relu", "hedgehog", None)
 HEADS = (
     "Model",
     "ForPreTraining",
@@ -29,9 +30,16 @@ def number_or_none(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
-def number_or_list(text: str) -> int | list[int]:
-    numbers = [int(part) for part in text.split(",")]
+def by_layer(text: str) -> Any:
+    """ "64", "none", "64,32" for each layer, or JSON for each head of each layer."""
+    if text.startswith("["):
+        return json.loads(text)
+    numbers = [number_or_none(part) for part in text.split(",")]
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def feature_map(text: str) -> str | None:
+    return None if text == "none" else text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_length", type=int, metavar="N", help="Tokens of the longest sequence.")
     parser.add_argument(
         "--num_landmarks",
-        type=number_or_none,
+        type=by_layer,
         metavar="M",
         default=argparse.SUPPRESS,
-        help="Landmarks of a Nyströmformer; none for softmax attention.",
+        help="Landmarks of a Nyströmformer; with commas, for each layer; none for softmax attention.",
     )
     parser.add_argument(
         "--conv_kernel_size",
@@ -55,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--projected_dim",
-        type=number_or_list,
+        type=by_layer,
         metavar="K",
         default=argparse.SUPPRESS,
-        help="Slots of a Linformer; with commas, for each layer.",
+        help="Slots of a Linformer; with commas, for each layer; lists in JSON, for each head.",
     )
     parser.add_argument(
         "--share_projection",
@@ -68,9 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--feature_map",
+        type=feature_map,
         choices=FEATURE_MAPS,
+        metavar="{elu,relu,hedgehog,none}",
         default=argparse.SUPPRESS,
-        help="Of a linear transformer; hedgehog is learned, and the default here.",
+        help="Of a linear transformer; hedgehog is learned, and the default here; none for softmax attention.",
     )
     parser.add_argument(
         "--head", choices=HEADS, metavar="HEAD", help=f"The class to make, if not the source's: {', '.join(HEADS)}."

@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -43,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises SystemExit with status 2 for wrong usage, as argparse does.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     parsed = make_parser().parse_args(arguments)
+    # For results that say how they were made.
+    parsed.command_line = shlex.join([PROGRAM, *arguments])
     try:
         COMMANDS[parsed.command].run(parsed)
         sys.stdout.flush()

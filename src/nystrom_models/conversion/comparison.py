@@ -25,8 +25,8 @@ def compared_lengths(model: PreTrainedModel, source: SourceModel) -> list[int]:
     """A short length, up to which a Nyströmformer attends exactly, and the longest that both take."""
     limits = [model.config.max_position_embeddings, source.kind.longest(source.config), LONGEST]
     longest = min(limit for limit in limits if limit is not None)
-    short = min(getattr(model.config, "num_landmarks", None) or SHORT, longest)
-    return sorted({short, longest})
+    landmarks = [number for number in getattr(model.config, "landmarks_by_layer", []) if number is not None]
+    return sorted({min([*landmarks, longest] if landmarks else [SHORT, longest]), longest})
 
 
 def head_is_new(report: ConversionReport, model: PreTrainedModel) -> bool:

@@ -74,6 +74,9 @@ def converted_config(
         fields.pop("max_position_embeddings")
     fields |= {name: getattr(source_config, name) for name in _HEAD_FIELDS}
     fields |= _family_fields(source_config, config_class)
+    if "feature_map" in overrides:
+        # Whether there are states to return goes by it.
+        fields.pop("use_cache", None)
     config = config_class(**fields | overrides)
     _check_direction(config, source_config)
     return config

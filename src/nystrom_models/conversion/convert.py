@@ -164,7 +164,7 @@ def _start_from(
     feature_maps = {name for name in new if "_features." in name}
     if not (projections or feature_maps):
         return
-    if not source.kind.attends_exactly:
+    if not source.kind.attends_exactly(source.config):
         report.notes.append(
             f"nothing was started from the sample: model_type={source.config.model_type!r} has no softmax attention"
         )

@@ -38,7 +38,7 @@ def exact_model(source: SourceModel, config: Any, positions: str) -> Any:
     Raises:
         ValueError: if the source attends otherwise, so that there is no attention to compare with.
     """
-    if not source.kind.attends_exactly:
+    if not source.kind.attends_exactly(source.config):
         raise ValueError(
             f"sample: a source with model_type={source.config.model_type!r} has no softmax attention to start from: "
             "leave the sample out, or convert a BERT or a Nyströmformer."

@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..models.attention_linformer import linformer_attention
 from ..models.masked_attention import attend
 from .exact_attention import AttentionInputs, attention_inputs
-from .projections import ProjectionPlace, group_means, projection_places, segment_means
+from .projections import ProjectionPlace, group_means, projection_places
 from .report import ProjectionStart
 from .sample import Sample
 
@@ -84,47 +84,58 @@ def gram_matrices(inputs: Sequence[AttentionInputs], by_head: bool) -> Tensor:
     return total
 
 
-def _from_gram(place: ProjectionPlace, grams: Tensor) -> Tensor:
-    """The projection of a place from the Gram matrices, (H or 1, N, N), of what it projects."""
-    weight = place.module.weight
-    slots = weight.shape[-2]
-    means = torch.stack([group_means(principal_groups(gram, slots), slots) for gram in grams])
-    return means.view_as(weight).to(weight)
+def _from_gram(place: ProjectionPlace, grams: Tensor) -> list[Tensor]:
+    """The matrices of a place from the Gram matrices, (H or 1, N, N), of what they project."""
+    sizes = [len(matrix) for matrix in place.matrices]
+    return [group_means(principal_groups(gram, slots), slots) for gram, slots in zip(grams, sizes, strict=True)]
 
 
-def principal_directions(exact: PreTrainedModel, places: Sequence[ProjectionPlace], rows: Tensor) -> dict[str, Tensor]:
-    """Projections by name, from the keys and values of rows (R, N) in a model with softmax attention."""
-    found: dict[str, Tensor] = {}
+def principal_directions(
+    exact: PreTrainedModel, places: Sequence[ProjectionPlace], rows: Tensor
+) -> dict[str, list[Tensor]]:
+    """Matrices by the projections' names, from keys and values of rows (R, N) in a model with softmax attention."""
+    found: dict[str, list[Tensor]] = {}
     total: Tensor | float = 0.0
     for layer, inputs in enumerate(attention_inputs(exact, rows)):
         here = [place for place in places if layer in place.layers]
-        grams = gram_matrices(inputs, by_head=here[0].module.weight.dim() == 3)
+        grams = gram_matrices(inputs, by_head=len(here[0].matrices) > 1)
         if here[0].is_of_all:
             total = total + grams
             continue
         # E and F of a layer have the same slots: what a slot's key is like decides the weight of its value.
-        weight = _from_gram(here[0], grams)
-        found |= {place.name: weight for place in here}
+        matrices = _from_gram(here[0], grams)
+        found |= {place.name: matrices for place in here}
     if places[0].is_of_all:
         assert isinstance(total, Tensor)
         found[places[0].name] = _from_gram(places[0], total)
     return found
 
 
+def _approximated(inputs: AttentionInputs, matrices: list[Tensor]) -> Tensor:
+    """Linformer attention (R, H, N, D) by the matrices of each head, or one for all."""
+    parts = [inputs]
+    if len(matrices) > 1:
+        # Heads may differ in their slots.
+        parts = [AttentionInputs(*states) for states in zip(*(part.split(1, dim=1) for part in inputs), strict=True)]
+    contexts = [
+        linformer_attention(*part, key_projection=matrix, value_projection=matrix)
+        for part, matrix in zip(parts, matrices, strict=True)
+    ]
+    return torch.cat(contexts, dim=1)
+
+
 @torch.no_grad()
 def output_errors(
-    exact: PreTrainedModel, starts: Sequence[dict[int, Tensor]], rows: Tensor
+    exact: PreTrainedModel, starts: Sequence[dict[int, list[Tensor]]], rows: Tensor
 ) -> list[list[tuple[float, float]]]:
-    """For each start, projections by layer: for each layer ‖approximated - exact‖² and ‖exact‖² on rows (R, N)."""
+    """For each start, matrices by layer: for each layer ‖approximated - exact‖² and ‖exact‖² on rows (R, N)."""
     sums: list[list[tuple[float, float]]] = [[] for _ in starts]
     for layer, inputs in enumerate(attention_inputs(exact, rows)):
         totals = [[0.0, 0.0] for _ in starts]
-        for query, key, value in inputs:
-            context = attend(query, key, value)
+        for chunk in inputs:
+            context = attend(*chunk)
             for total, start in zip(totals, starts, strict=True):
-                weight = start[layer].float()
-                near = linformer_attention(query, key, value, key_projection=weight, value_projection=weight)
-                total[0] += (near - context).square().sum().item()
+                total[0] += (_approximated(chunk, start[layer]) - context).square().sum().item()
                 total[1] += context.square().sum().item()
         for found, (squares, size) in zip(sums, totals, strict=True):
             found.append((squares, size))
@@ -146,7 +157,8 @@ def start_projections(model: PreTrainedModel, exact: PreTrainedModel, sample: Sa
         return []
     fit, held_out = sample.split(model.config.max_position_embeddings)
     principal = principal_directions(exact, places, fit)
-    segments = {place.name: segment_means(place) for place in places}
+    # As the model has them, before one is replaced.
+    segments = {place.name: place.matrices for place in places}
     first = {layer: place.name for place in reversed(places) for layer in place.layers}
     starts = [{layer: start[name] for layer, name in first.items()} for start in (segments, principal)]
     errors = output_errors(exact, starts, held_out)
@@ -163,7 +175,7 @@ def start_projections(model: PreTrainedModel, exact: PreTrainedModel, sample: Sa
         if taken == "principal_directions":
             with torch.no_grad():
                 for place in together:
-                    place.module.weight.copy_(principal[place.name])
+                    place.module.weight.copy_(place.assemble(principal[place.name]))
         report.append(
             ProjectionStart(None if together[0].is_of_all else layers[0], taken, segment_error, principal_error)
         )

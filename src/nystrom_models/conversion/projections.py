@@ -2,7 +2,8 @@
 """Projections of a sequence to fewer slots, E and F, in a converted model: segment means, or those of the source.
 
 Legend: H heads, K slots, N tokens of the longest sequence, S taps of a convolution. A projection is (K, N), or
-(H, K, N) where each head has its own; a convolution's is (S,) or (H, S).
+(H, K, N) where each head has its own, or these one below the other where heads differ in K; a convolution's is (S,) or
+(H, S).
 """
 
 import re
@@ -41,8 +42,25 @@ class ProjectionPlace:
         return self.name == _OF_ALL
 
     @property
+    def is_conv(self) -> bool:
+        return self.module.projection_type == "conv"
+
+    @property
     def layers(self) -> list[int]:
         return sorted({layer for layer, _ in self.uses})
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """Of each head, or one for all: (K, N), or the taps (S,) of a convolution; float32."""
+        weight = self.module.weight.detach().float()
+        if self.module.slots_of_heads:
+            return list(weight.split(self.module.slots_of_heads))
+        return list(weight) if weight.dim() == (2 if self.is_conv else 3) else [weight]
+
+    def assemble(self, matrices: list[Tensor]) -> Tensor:
+        """The weight that has these matrices, one for each of its own; the reverse of `matrices`."""
+        joined = torch.cat(matrices) if self.module.slots_of_heads else torch.stack(matrices)
+        return joined.view_as(self.module.weight).to(self.module.weight)
 
 
 def projection_places(model: PreTrainedModel) -> list[ProjectionPlace]:
@@ -70,11 +88,10 @@ def projection_places(model: PreTrainedModel) -> list[ProjectionPlace]:
 
 def segment_means(place: ProjectionPlace) -> Tensor:
     """A projection whose slots are the means of K segments of the positions, as equal in size as can be."""
-    weight = place.module.weight
-    if place.module.projection_type == "conv":
-        return torch.full_like(weight, 1 / weight.shape[-1])
-    groups = torch.arange(weight.shape[-1]) * weight.shape[-2] // weight.shape[-1]
-    return group_means(groups, weight.shape[-2]).to(weight).expand_as(weight).clone()
+    if place.is_conv:
+        return torch.full_like(place.module.weight, 1 / place.module.weight.shape[-1])
+    sizes = [matrix.shape for matrix in place.matrices]
+    return place.assemble([group_means(torch.arange(length) * slots // length, slots) for slots, length in sizes])
 
 
 def group_means(groups: Tensor, slots: int) -> Tensor:
@@ -104,52 +121,51 @@ def carried_projection(
 
     Returns: the weight, the names in the source, and how it was made; None if nothing of the source fits.
     """
-    weight = place.module.weight
     found = [other for other in sources if set(other.uses) & set(place.uses)]
     if not found or not same_type:
         return None
-    is_conv = place.module.projection_type == "conv"
-    if is_conv and any(other.module.weight.shape[-1] != weight.shape[-1] for other in found):
+    ours, theirs = place.matrices, [other.matrices for other in found]
+    if place.is_conv and any(taps[0].shape != ours[0].shape for taps in theirs):
         return None
-    head_dims = 2 if is_conv else 3
-    parts = []
-    for other in found:
-        theirs = other.module.weight.detach().float()
-        if theirs.dim() == head_dims and weight.dim() < head_dims:
-            theirs = theirs.mean(dim=0)
-        parts.append(theirs if is_conv else _fit_columns(_fit_slots(theirs, weight.shape[-2]), weight, positions))
-    made = torch.stack(torch.broadcast_tensors(*parts)).mean(dim=0).expand_as(weight).to(weight)
+    made = []
+    for index, matrix in enumerate(ours):
+        # All heads fall together, or each goes to its own, or one goes to all.
+        used = [taken for heads in theirs for taken in (heads if len(ours) == 1 else [heads[index % len(heads)]])]
+        if not place.is_conv:
+            used = [_fit_columns(_fit_slots(taken, len(matrix)), matrix, positions) for taken in used]
+        made.append(torch.stack(used).mean(dim=0))
     how = []
     if len(found) > 1:
         how.append(f"mean of {len(found)}")
-    theirs = found[0].module.weight
-    if theirs.dim() > weight.dim():
-        how.append("mean of the heads")
-    elif theirs.dim() < weight.dim():
-        how.append("one for all heads")
-    if not is_conv and theirs.shape[-2] != weight.shape[-2]:
-        how.append(f"{theirs.shape[-2]} slots made {weight.shape[-2]}")
-    if not is_conv and theirs.shape[-1] != weight.shape[-1]:
-        how.append(f"columns of {theirs.shape[-1]} positions made {weight.shape[-1]} ({positions})")
-    return made.clone(), ", ".join(other.name for other in found), "; ".join(how) or "copied"
+    if len(theirs[0]) != len(ours):
+        how.append("mean of the heads" if len(ours) == 1 else "one for all heads")
+    before, after = ([matrix.shape for matrix in matrices] for matrices in (theirs[0], ours))
+    if not place.is_conv and {shape[0] for shape in before} != {shape[0] for shape in after}:
+        how.append(f"{_numbers(before)} slots made {_numbers(after)}")
+    if not place.is_conv and before[0][1] != after[0][1]:
+        how.append(f"columns of {before[0][1]} positions made {after[0][1]} ({positions})")
+    return place.assemble(made), ", ".join(other.name for other in found), "; ".join(how) or "copied"
+
+
+def _numbers(shapes: list[torch.Size]) -> str:
+    """The numbers of slots, each once: "8", or "4, 8"."""
+    return ", ".join(map(str, sorted({shape[0] for shape in shapes})))
 
 
 def _fit_slots(projection: Tensor, slots: int) -> Tensor:
-    """(..., K, N) with another number of slots."""
-    before = projection.shape[-2]
+    """(K, N) with another number of slots."""
+    before = len(projection)
     if slots >= before:
-        return projection.index_select(-2, torch.arange(slots) * before // slots)
+        return projection[torch.arange(slots) * before // slots]
     return group_means(torch.arange(before) * slots // before, slots) @ projection
 
 
 def _fit_columns(projection: Tensor, like: Tensor, positions: str) -> Tensor:
-    """(..., K, N) with the columns of `like`."""
-    before, length = projection.shape[-1], like.shape[-1]
+    """(K, N) with the columns of `like`."""
+    before, length = projection.shape[1], like.shape[1]
     if positions == "repeat" or length <= before:
-        return projection[..., torch.arange(length) % before]
-    flat = projection.flatten(0, -2).T  # (N, H K)
-    stretched = interpolate_rows(flat, length) * (before / length)
-    return stretched.T.reshape(*projection.shape[:-1], length)
+        return projection[:, torch.arange(length) % before]
+    return interpolate_rows(projection.T, length).T * (before / length)
 
 
 def projection_type(config: PreTrainedConfig) -> str | None:

@@ -38,7 +38,7 @@ class SourceKind:
 
     model_types: its `model_type`s.
     is_ours: whether it is a family of this package.
-    attends_exactly: whether its attention is softmax attention, or approximates it with the same queries and keys.
+    attends_exactly: whether its attention, by its configuration, is softmax attention or approximates it.
     fields: the fields of `BaseConfig` that the source calls otherwise or has fixed, by its configuration.
     first_position: the row of the position table that a row's first token takes.
     longest: tokens of the longest sequence; None for no limit.
@@ -50,7 +50,7 @@ class SourceKind:
 
     model_types: tuple[str, ...]
     is_ours: bool = False
-    attends_exactly: bool = True
+    attends_exactly: Callable[[PreTrainedConfig], bool] = lambda config: True
     fields: Callable[[PreTrainedConfig], dict[str, Any]] = lambda config: {}
     first_position: Callable[[PreTrainedConfig], int] = lambda config: 0
     longest: Callable[[PreTrainedConfig], int | None] = lambda config: config.max_position_embeddings
@@ -75,6 +75,13 @@ class SourceKind:
         layers, inner = config.num_hidden_layers, config.inner_group_num
         groups = [int(layer / (layers / config.num_hidden_groups)) for layer in range(layers)]
         return [f"encoder.layer.{layer * inner + place}.{rest}" for layer in range(layers) if groups[layer] == group]
+
+
+def approximates_softmax(config: Any) -> bool:
+    """Whether a family's attention is softmax attention of the whole sequence, or approximates it with the tokens' own
+    queries and keys."""
+    has_landmarks, is_control = hasattr(config, "num_landmarks"), getattr(config, "feature_map", "") is None
+    return (has_landmarks or is_control) and not config.is_decoder
 
 
 # ---- kinds ----
@@ -202,17 +209,15 @@ _ALBERT = SourceKind(
     pretraining_class="AutoModelForPreTraining",
 )
 
-_NYSTROMFORMER = SourceKind(
-    model_types=("nystromformer",),
+_OURS = SourceKind(
+    model_types=("nystromformer", "linformer", "linear_transformer"),
     is_ours=True,
+    attends_exactly=approximates_softmax,
     first_position=lambda config: config.first_position,
     pretraining_class="AutoModelForPreTraining",
 )
-_OTHERS_OF_OURS = dataclasses.replace(
-    _NYSTROMFORMER, model_types=("linformer", "linear_transformer"), attends_exactly=False
-)
 
-_KINDS = (_BERT, _ROBERTA, _DISTILBERT, _ELECTRA, _ALBERT, _NYSTROMFORMER, _OTHERS_OF_OURS)
+_KINDS = (_BERT, _ROBERTA, _DISTILBERT, _ELECTRA, _ALBERT, _OURS)
 SOURCE_TYPES = tuple(model_type for kind in _KINDS for model_type in kind.model_types)
 
 

@@ -16,6 +16,7 @@ from .positions import fit_positions, sinusoidal_table
 from .projections import carried_projection, projection_places, projection_type, segment_means
 from .reading import SourceModel, auto_class
 from .report import ConversionReport, Origin
+from .sources import approximates_softmax
 
 _POSITIONS = "embeddings.position_embeddings.weight"
 _TYPES = "embeddings.token_type_embeddings.weight"
@@ -171,14 +172,9 @@ def _notes(source: SourceModel, config: BaseConfig, state: _State) -> list[str]:
             f"the masked language modelling head applies hidden_act={config.hidden_act!r} where the source's applies "
             f"{fixed}: its logits differ"
         )
-    if not config_attends_exactly(config) and config.model_type != source.config.model_type:
+    if not approximates_softmax(config) and config.model_type != source.config.model_type:
         notes.append(
             f"the attention of model_type={config.model_type!r} is another function than the source's at every "
             "length, to be trained on"
         )
     return notes
-
-
-def config_attends_exactly(config: BaseConfig) -> bool:
-    """Whether short sequences get softmax attention with their own keys."""
-    return hasattr(config, "num_landmarks")

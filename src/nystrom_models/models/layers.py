@@ -110,7 +110,8 @@ class LayerStack(nn.Module):
         self.gradient_checkpointing = False
 
     def plan(self, batch: Batch) -> object:
-        """What every layer's attention needs to know of the batch: a NamedTuple of tensors and functions, or None."""
+        """What every layer's attention needs to know of the batch: a NamedTuple, or a dict, of tensors and functions,
+        or None."""
         return None
 
     def forward(

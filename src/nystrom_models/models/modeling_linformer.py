@@ -18,7 +18,7 @@ from .layers import LayerStack
 from .modeling_base import BaseModel, BasePreTrainedModel
 from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
 from .self_attention import SelfAttention
-from .sequence_projection import SequenceProjection
+from .sequence_projection import SequenceProjection, slots_of_heads_mask
 from .task_heads import (
     BaseForMultipleChoice,
     BaseForQuestionAnswering,
@@ -35,7 +35,9 @@ class LinformerPlan(NamedTuple):
     projection: Callable[..., Tensor] | None
 
 
-def make_projection(config: LinformerConfig, projected_dim: int, by_head: bool = False) -> SequenceProjection:
+def make_projection(
+    config: LinformerConfig, projected_dim: int | list[int], by_head: bool = False
+) -> SequenceProjection:
     num_heads = config.num_attention_heads if by_head else None
     return SequenceProjection(config.projection_type, projected_dim, config.max_position_embeddings, num_heads)
 
@@ -43,13 +45,14 @@ def make_projection(config: LinformerConfig, projected_dim: int, by_head: bool =
 class LinformerSelfAttention(SelfAttention):
     def __init__(self, config: LinformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.key_projection = self.value_projection = None
+        self.key_projection = self.value_projection = self.slots_of_heads = None
         by_head = config.has_projection_weights and config.share_projection == "none"
         # A maximum does not commute with the linear layers, and neither does what differs between heads.
         self.projects_first = not by_head and config.projection_type != "max_pool"
         if config.shares_projection_between_layers:
             return
         projected_dim = config.layer_projected_dim(layer_idx)
+        self.slots_of_heads = projected_dim if isinstance(projected_dim, list) else None
         self.key_projection = make_projection(config, projected_dim, by_head)
         if config.has_projection_weights and config.share_projection != "key_value":
             self.value_projection = make_projection(config, projected_dim, by_head)
@@ -73,7 +76,10 @@ class LinformerSelfAttention(SelfAttention):
         skip = None
         if self.conv is not None:
             skip = self.convolve(self.in_heads(self.value(hidden_states), batch), batch)
-        mask = slot_mask(query, self.config.projection_type, self.config.slot_size(self.layer_idx), lengths)
+        if self.slots_of_heads is not None:
+            mask = slots_of_heads_mask(self.slots_of_heads, query).expand(query.shape[0], -1, -1)
+        else:
+            mask = slot_mask(query, self.config.projection_type, self.config.slot_size(self.layer_idx), lengths)
         if batch.maps is not None:
             tokens, bias = without_bias(self.value, hidden_states)
             tokens = self.in_heads(tokens, batch)
