@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test slow lint matrix floors bench gpu clean
+.PHONY: help quickstart test slow lint docs wheel matrix floors bench gpu clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,6 +45,16 @@ lint: $(VENV)/installed ## Check format, style and types
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
+docs: $(VENV)/installed ## Build the documentation into build/docs, without network; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "Open build/docs/index.html, or see it with its search: $(BIN)/python -m http.server --directory build/docs"
+
+wheel: $(VENV)/installed ## Build the package into dist, check it, and use the wheel in an empty environment
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/python -m twine check --strict dist/*
+	@$(BIN)/python -m tests.packaging.wheel dist/*.whl
+
 matrix: ## Run the tests on every supported Python that is found, with the newest versions of all packages (long)
 	@$(PYTHON) tests/matrix.py
 
@@ -66,7 +76,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once, some minutes)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --constraint constraints.txt setuptools wheel
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[train,bench,dev,onnx,cli]"
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[train,bench,dev,onnx,cli,docs]"
 	@touch $@
 
 # Transformers' common model tests come with its source distribution alone.

@@ -132,6 +132,15 @@ def build_parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="plot a result file (needs matplotlib)")
     plot.add_argument("file")
     plot.add_argument("--output", help="image file (default: the result file's name with .png)")
+    plot.add_argument("--workloads", nargs="+", metavar="NAME", help="draw these alone")
+    plot.add_argument("--contenders", nargs="+", metavar="NAME", help="draw these alone, in this order")
+    plot.add_argument("--labels", nargs="+", metavar="TEXT", help="what the --contenders are called, in their order")
+    plot.add_argument(
+        "--color_schemes",
+        nargs="+",
+        choices=report.COLORS,
+        help="without a background, a picture for each color of the page: picture-light.svg, picture-dark.svg",
+    )
     commands.add_parser(
         "architectures", help='which encoders of Transformers take attn_implementation="nystrom" (CPU, under a minute)'
     )
@@ -379,6 +388,23 @@ def show_architectures() -> int:
     return 1 if architecture_table.failures(answers) else 0
 
 
+def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """One picture, or one for each color scheme."""
+    if arguments.labels and len(arguments.labels) != len(arguments.contenders or ()):
+        parser.error("argument --labels: give one for each of --contenders")
+    results, path = read(arguments.file), arguments.output or os.path.splitext(arguments.file)[0] + ".png"
+    stem, ending = os.path.splitext(path)
+    for scheme in arguments.color_schemes or [None]:
+        report.plot(
+            results,
+            path if scheme is None else f"{stem}-{scheme}{ending}",
+            workloads=arguments.workloads,
+            contenders=arguments.contenders,
+            labels=arguments.labels,
+            color_scheme=scheme,
+        )
+
+
 def on_a_gpu(arguments: argparse.Namespace) -> int:
     """Runs what a GPU is needed for; 0 if nothing failed."""
     if arguments.command == "gpu":
@@ -428,5 +454,5 @@ def main(argv: list[str] | None = None) -> int:
     elif arguments.command == "capabilities":
         return show_capabilities(arguments.markdown)
     else:
-        report.plot(read(arguments.file), arguments.output or os.path.splitext(arguments.file)[0] + ".png")
+        plot(parser, arguments)
     return 0

@@ -2,7 +2,8 @@
 """Result files as tables and plots."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.measure import PLAINLY
 from benchmarks.registry import WORKLOADS
@@ -230,11 +231,53 @@ def paper_table(results: dict, layout: str, against: str) -> str:
     return "\n".join(lines)
 
 
-def plot(results: dict, path: str) -> None:
+# Text, and lines in order, of pictures that stand on a page of the one or the other color.
+COLORS = {
+    "light": ("#24292f", ("#00796b", "#e65100", "#3949ab", "#8e24aa", "#6d4c41", "#757575")),
+    "dark": ("#d0d7de", ("#4db6ac", "#ffb74d", "#9fa8da", "#ce93d8", "#bcaaa4", "#9e9e9e")),
+}
+
+
+def chosen_rows(
+    results: dict, workloads: Sequence[str] | None, contenders: Sequence[str] | None
+) -> list[tuple[list[dict], list[str]]]:
+    """For each workload its rows, and the names of its contenders in the order wanted; None for all.
+
+    Raises:
+        SystemExit: for a name that the file does not hold.
+    """
+    found = [rows for key, rows in groups(results).items() if workloads is None or key[0] in workloads]
+    measured = {row["contender"] for rows in found for row in rows}
+    for flag, wanted, known in (
+        ("--workloads", workloads, {row["workload"] for row in results["results"]}),
+        ("--contenders", contenders, measured),
+    ):
+        for name in set(wanted or ()) - known:
+            raise SystemExit(f"{flag} {name}: was not measured; choose from {', '.join(sorted(known))}")
+    chosen = []
+    for rows in found:
+        names = list(dict.fromkeys(row["contender"] for row in rows))
+        chosen.append((rows, names if contenders is None else [name for name in contenders if name in names]))
+    return chosen
+
+
+def plot(
+    results: dict,
+    path: str,
+    *,
+    workloads: Sequence[str] | None = None,
+    contenders: Sequence[str] | None = None,
+    labels: Sequence[str] | None = None,
+    color_scheme: str | None = None,
+) -> None:
     """Time and peak memory over length, both axes logarithmic, one row of panels a workload.
 
     Args:
         path: image file to write; its ending names the format (png, svg, pdf).
+        workloads, contenders: those that are drawn; all if None. The contenders in this order.
+        labels: what the contenders are called, in their order; their names if None.
+        color_scheme: "light" or "dark", for a picture on a page of that color: without a background, and without title
+            and machine, which the page says; None for a white background, with both.
     """
     try:
         import matplotlib
@@ -243,36 +286,51 @@ def plot(results: dict, path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = list(groups(results).values())
-    figure, panels = pyplot.subplots(len(found), 2, figsize=(11, 4 * len(found)), squeeze=False)
-    quantities = (
-        ("time, ms", time_of),
-        ("peak memory, MiB", memory_of),
-    )
-    for rows, pair in zip(found, panels, strict=True):
-        names = list(dict.fromkeys(row["contender"] for row in rows))
-        for panel, (label, value) in zip(pair, quantities, strict=True):
-            for index, name in enumerate(names):
-                mine = [row for row in rows if row["contender"] == name and value(row)]
-                if mine:
-                    mine.sort(key=lambda row: row["setting"]["length"])
-                    panel.plot(
-                        [row["setting"]["length"] for row in mine],
-                        [value(row) for row in mine],
-                        marker="o",
-                        markersize=3,
-                        linewidth=2.4 if mine[0]["baseline"] else 1.2,
-                        color=f"C{index}",
-                        label=name,
-                    )
-            panel.set(xscale="log", yscale="log", xlabel="length n", ylabel=label)
-            lengths = sorted({row["setting"]["length"] for row in rows})
-            panel.set_xticks(lengths, [str(length) for length in lengths])
-            panel.minorticks_off()
-            panel.grid(alpha=0.3)
-        pair[0].legend(fontsize="small")
-        pair[0].set_title(title(rows), fontsize="small", loc="left")
-    figure.text(0.01, 0.005, textwrap.fill(describe_machine(results), 220), fontsize=5)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    chosen = chosen_rows(results, workloads, contenders)
+    called = dict(zip(contenders or (), labels or contenders or (), strict=True))
+    settings: dict = {"svg.hashsalt": "nystrom_models"}  # the same file from the same results
+    if color_scheme is not None:
+        text, lines = COLORS[color_scheme]
+        names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+        settings |= dict.fromkeys(names, text) | {"axes.prop_cycle": matplotlib.cycler(color=lines)}
+        settings |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    with matplotlib.rc_context(settings):
+        width, height = (11, 4) if color_scheme is None else (8, 3.2)
+        figure, panels = pyplot.subplots(len(chosen), 2, figsize=(width, height * len(chosen)), squeeze=False)
+        for (rows, names), pair in zip(chosen, panels, strict=True):
+            draw_panels(rows, names, called, pair)
+        if color_scheme is None:
+            for (rows, _), pair in zip(chosen, panels, strict=True):
+                pair[0].set_title(title(rows), fontsize="small", loc="left")
+                pair[0].legend(fontsize="small")
+            figure.text(0.01, 0.005, textwrap.fill(describe_machine(results), 220), fontsize=5)
+        else:
+            figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2)
+        figure.tight_layout(rect=(0, 0.03, 1, 1) if color_scheme is None else (0, 0, 1, 0.86))
+        metadata = {"Date": None} if path.endswith(".svg") else None
+        figure.savefig(path, dpi=110, transparent=color_scheme is not None, metadata=metadata)
+        pyplot.close(figure)
+
+
+def draw_panels(rows: list[dict], names: Sequence[str], called: dict[str, str], panels: Any) -> None:
+    """Lines of the contenders in two panels: time on the left, memory on the right."""
+    lengths = sorted({row["setting"]["length"] for row in rows})
+    quantities = (("time, ms", time_of), ("peak memory, MiB", memory_of))
+    for panel, (label, value) in zip(panels, quantities, strict=True):
+        for index, name in enumerate(names):
+            mine = [row for row in rows if row["contender"] == name and value(row)]
+            mine.sort(key=lambda row: row["setting"]["length"])
+            if mine:
+                panel.plot(
+                    [row["setting"]["length"] for row in mine],
+                    [value(row) for row in mine],
+                    marker="o",
+                    markersize=3,
+                    linewidth=2.4 if mine[0]["baseline"] else 1.2,
+                    color=f"C{index}",
+                    label=called.get(name, name),
+                )
+        panel.set(xscale="log", yscale="log", xlabel="length n", ylabel=label)
+        panel.set_xticks(lengths, [str(length) for length in lengths])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)

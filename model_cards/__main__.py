@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A card of every model that configs/ describes: `python -m model_cards` writes them, `--check` compares.
 
-The text is `nystrom_models.training.configuration_card`'s. Here stands what it cannot know: which recipes name a
-configuration, and which results of the README are of which model.
+The text is `nystrom_models.training.configuration_card`'s. This file holds what that module cannot know: which recipes
+name a configuration, and which results of docs/attention-compared.md belong to which model.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ARMS = {
     "linformer": ("linformer/tiny-256-k32-layerwise", "as configured"),
 }
 
-# Task and metric in RESULTS, and the data that the README names.
+# Task and metric in RESULTS, and the name of the data in docs/attention-compared.md.
 COLUMNS = (
     ("pretraining", "mlm_accuracy", "English Wikipedia, MLM"),
     ("pretraining", "sop_accuracy", "English Wikipedia, SOP"),

@@ -359,6 +359,21 @@ def test_plot(tmp_path):
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_of_chosen_contenders_for_light_and_dark_pages(tmp_path):
+    path, picture = tmp_path / "result.json", str(tmp_path / "picture.svg")
+    run(path, "--op", "linformer", "--lengths", "16", "32", "--contenders", "exact-sdpa", "exact-softmax")
+    command = ["plot", str(path), "--output", picture, "--contenders", "ours", "exact-sdpa", "--color_schemes"]
+    cli.main([*command, "light", "dark", "--labels", "this package", "exact"])
+    light, dark = ((tmp_path / f"picture-{scheme}.svg").read_text() for scheme in ("light", "dark"))
+    for text, color in ((light, "#00796b"), (dark, "#4db6ac")):
+        assert color in text and "<!-- this package -->" in text and "<!-- exact -->" in text
+        assert "exact-softmax" not in text
+    with pytest.raises(SystemExit):
+        cli.main([*command, "light", "--labels", "only one"])
+    with pytest.raises(SystemExit, match=r"--contenders performer: was not measured; choose from .*exact-sdpa"):
+        cli.main(["plot", str(path), "--contenders", "performer"])
+
+
 def test_list_names_every_workload_and_contender(capsys):
     cli.main(["list"])
     words = capsys.readouterr().out.replace(":", " ").split()

@@ -137,7 +137,11 @@ def test_lanes_of_two_processes_go_on_in_one(stream):
 def test_a_position_that_cannot_be_shared():
     loader = StreamLoader(IterableDataset.from_generator(lambda: iter(())), build, collate, 4, 1)
     for num_processes, position, message in (
-        (3, {"epoch": 0, "num_lanes": 4, "lanes": {}}, "4 processes, which 3 cannot share: go on on 1 or 2 or 4"),
+        (
+            3,
+            {"epoch": 0, "num_lanes": 4, "lanes": {}},
+            "4 processes, whose parts cannot be divided among 3: continue on 1 or 2 or 4",
+        ),
         (1, {"epoch": 0, "num_lanes": 3, "lanes": {}}, "a multiple of 3 rows"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -35,16 +35,20 @@ TESTS = (
 )
 
 
+def project() -> dict:
+    """The table `project` of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def floors(extras: tuple[str, ...] = ("train",)) -> dict[str, str]:
     """The lowest version of every dependency, by name.
 
     Raises:
         ValueError: if a dependency has none.
     """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirements = [*project["dependencies"]]
+    requirements = [*project()["dependencies"]]
     for extra in extras:
-        requirements += project["optional-dependencies"][extra]
+        requirements += project()["optional-dependencies"][extra]
     found = {}
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate():

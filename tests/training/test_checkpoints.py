@@ -199,7 +199,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(tokenizer, exam
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         find_checkpoint(CheckpointArguments(str(tmp_path), resume_from_checkpoint=str(weights.parent)))
     (tmp_path / "checkpoint-2" / "manifest.json").write_text("{")
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="No whole checkpoint is left"):
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="No complete checkpoint is left"):
         find_checkpoint(latest)
 
 
@@ -250,7 +250,7 @@ def test_full_disk_leaves_the_checkpoint_before(tokenizer, examples, tmp_path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(accelerator, "save_state", failing_save_state)
-    with pytest.raises(OSError, match=r"checkpoint-4 failed: .*No space left.*checkpoint-2 is whole"):
+    with pytest.raises(OSError, match=r"checkpoint-4 failed: .*No space left.*checkpoint-2 is complete"):
         short_run(tokenizer, examples, tmp_path, accelerator=accelerator)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
 

@@ -123,7 +123,7 @@ def _shows(name: str, index: int, visit: Visit) -> Callable[[nn.Module, tuple[An
         )
         config = module.config
         method = _METHODS[config.model_type]
-        if method == "nystrom" and config.num_landmarks is None:
+        if getattr(config, "num_landmarks", 0) is None or getattr(config, "feature_map", "") is None:
             method = "softmax"
 
         def own(rows: Tensor) -> tuple[Tensor, Tensor]:

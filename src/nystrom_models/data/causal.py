@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows for causal language modeling: documents one after another, packed into rows of one length, and their collator.
 
-A document is what the tokenizer makes of a prompt, and an end-of-sequence token (eos). A row says where documents
-begin in it, so that no state crosses from one to the next (the models' `seq_idx`) and no first token of a document is
-predicted from another document.
+A document is tokenized as a prompt is, and ended by an end-of-sequence token (eos). A row stores where documents begin
+in it, so that no state crosses from one document to the next (the models' `seq_idx`), and the first token of a
+document is not predicted from another document.
 """
 
 import copy
@@ -25,7 +25,7 @@ from .pretraining import MAX_ROWS_OF_A_DOCUMENT
 from .special_tokens import Template
 from .streams import StreamLoader, stream_columns
 
-# Documents that are packed together: the last row of so many may be short.
+# This many documents are packed together; only their last row may be short.
 DOCUMENTS_OF_A_BATCH = 1000
 
 TOKENS = Features(
@@ -43,18 +43,17 @@ ROWS = Features(
 
 
 def causal_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer that does not end a prompt: with special tokens in front, at most.
+    """A copy of a tokenizer that does not end a prompt: special tokens stand only before the text.
 
-    A tokenizer in the manner of BERT makes `[CLS] text [SEP]` of a text, after which a model that has learned what
-    `[SEP]` means has nothing to go on with. Of such a one, this gives a copy that makes `[CLS] text`, with `[CLS]` as
-    bos and `[SEP]` as eos token where it has none. Any other tokenizer is copied as it is. The copy pads on the left,
-    as generation needs it.
+    BERT's tokenizer turns a text into `[CLS] text [SEP]`. After `[SEP]`, a model that has learned its meaning would
+    write nothing. The copy of such a tokenizer gives `[CLS] text`, with `[CLS]` as bos and `[SEP]` as eos token if it
+    has none of its own. Other tokenizers are copied unchanged. The copy pads on the left, as generation needs.
 
     Raises:
-        ValueError: if it is not a fast tokenizer, or has no token that could be eos.
+        ValueError: if it is not a fast tokenizer, or has no token that can serve as eos.
     """
     if not tokenizer.is_fast:
-        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it: places in the text are read.")
+        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it: its offsets are needed.")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.padding_side = "left"
     for name, other in (("bos_token", "cls_token"), ("eos_token", "sep_token")):
@@ -73,7 +72,7 @@ def causal_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
     backend.post_processor = TemplateProcessing(
         single=[*names, "$A"], pair=[*names, "$A", "$B:1"], special_tokens=list(zip(names, before, strict=True))
     )
-    # Of the general class: that of BERT, for example, would put its own special tokens in again when it is loaded.
+    # The general class: BERT's own class, for example, would add its special tokens again when it is loaded.
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         model_max_length=tokenizer.model_max_length,
@@ -85,8 +84,9 @@ def causal_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
 
 
 def _token_bytes(text: str, encoding: Encoding, special: np.ndarray) -> np.ndarray:
-    """The bytes of the text, in UTF-8, that each token stands for, int64 of shape (tokens,): those from the end of the
-    token before to its own end, so that spaces count with the token after them. 0 for special tokens."""
+    """The number of UTF-8 bytes of the text that each token stands for, int64 of shape (tokens,). They are counted
+    from the end of the previous token to its own end, so that spaces count with the token after them. Special tokens
+    have 0."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     before = np.concatenate([[0], np.cumsum(widths)])  # of each character
@@ -101,10 +101,10 @@ def encode_documents(
     tokenizer: PreTrainedTokenizerBase,
     text_column: str = "text",
 ) -> dict[str, list]:
-    """Token ids of a batch of documents, with eos at their ends, and the bytes that each token stands for.
+    """Token ids of a batch of documents, with eos at their ends, and the number of bytes that each token stands for.
 
-    What no token stands for, such as spaces at the end, counts with eos: the bytes of a document are those of its
-    text. `number` is the document's number in `indices`; a document without text is left out.
+    Bytes that no token stands for, such as spaces at the end, count with eos: the bytes of a document add up to those
+    of its text. `number` is the document's number in `indices`. Documents without text are left out.
     """
     texts = list(documents[text_column])
     encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
@@ -123,8 +123,8 @@ def encode_documents(
 
 
 def _cut(starts: np.ndarray, num_tokens: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of rows. A row that goes on with a document begins with the last token of the row before,
-    from which nothing is predicted there: each token but the first of a document is predicted once."""
+    """Beginnings and ends of rows. A row that continues a document repeats the last token of the row before, which
+    predicted nothing there. So each token of a document but the first is predicted once."""
     first = 0
     while first + 1 < num_tokens:
         end = min(first + block_size, num_tokens)
@@ -136,10 +136,11 @@ def _cut(starts: np.ndarray, num_tokens: int, block_size: int) -> Iterator[tuple
 
 
 def pack_rows(documents: Mapping[str, Sequence[Any]], block_size: int) -> dict[str, list]:
-    """Rows of `block_size` tokens, but for the last, of documents of [`encode_documents`] one after another.
+    """Documents of [`encode_documents`], packed one after another into rows of `block_size` tokens; the last row may
+    be shorter.
 
-    `num_bytes` counts the tokens that are predicted. `index` is the number of the row's first document times 2^20 plus
-    that of the row among those that begin in it.
+    `num_bytes` counts the bytes of the tokens that are predicted. `index` is the number of the row's first document
+    times 2^20, plus the number of the row among the rows that begin in this document.
     """
     rows: dict[str, list] = {name: [] for name in ROWS}
     if len(documents["input_ids"]) == 0:
@@ -167,7 +168,7 @@ def build_causal_rows(
     block_size: int,
     text_column: str = "text",
 ) -> dict[str, list]:
-    """Rows of a batch of documents, for a [`StreamLoader`]."""
+    """The rows of a batch of documents, for a [`StreamLoader`]."""
     return pack_rows(encode_documents(documents, indices, tokenizer, text_column), block_size)
 
 
@@ -176,11 +177,13 @@ def _check(tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str
         raise ValueError(f"text_column={text_column!r} does not exist; the columns are {list(column_names)}.")
     if not 2 <= block_size <= tokenizer.model_max_length:
         raise ValueError(
-            f"block_size must lie between 2, for a token and the next, and {tokenizer.model_max_length}, the "
-            f"tokenizer's model_max_length, but is {block_size}."
+            f"block_size must lie between 2 and {tokenizer.model_max_length}, the tokenizer's model_max_length, but "
+            f"is {block_size}."
         )
     if tokenizer.eos_token_id is None or Template(tokenizer, 1).special[1]:
-        raise ValueError("tokenizer must not end a text, and have an eos token: use causal_tokenizer(tokenizer).")
+        raise ValueError(
+            "tokenizer must have an eos token and must not end texts with it: use causal_tokenizer(tokenizer)."
+        )
 
 
 def causal_dataset(
@@ -192,30 +195,30 @@ def causal_dataset(
     load_from_cache_file: bool = True,
     desc: str = "Building rows",
 ) -> Dataset:
-    """Rows for causal language modeling of a data set with one document a row.
+    """Rows for causal language modeling, from a data set with one document in each row.
 
-    Each document is tokenized once, ended by eos, and packed with others into rows of `block_size` tokens: all are
-    full but the last of every 1,000 documents. Where a document is cut, the next row begins with the last token before
-    the cut, so that each token but the first of a document is predicted once. With a tokenizer that begins texts with
-    a bos token, the bytes of all rows are therefore those of all texts.
+    Each document is tokenized once, ended by eos, and packed with others into rows of `block_size` tokens. All rows
+    are full, except the last of every 1,000 documents. Where a document is cut, the next row begins with the last
+    token before the cut, so that each token of a document but the first is predicted once. With a tokenizer that
+    begins texts with a bos token, the bytes of all rows therefore add up to those of all texts.
 
     Args:
-        dataset: one document a row.
-        tokenizer: of [`causal_tokenizer`].
+        dataset: one document in each row.
+        tokenizer: one that [`causal_tokenizer`] returned.
         block_size: tokens of a row.
         text_column: the column that holds the documents.
-        num_proc: processes that tokenize, of `datasets.Dataset.map`, which also caches the result.
-        load_from_cache_file: whether such a result is used.
+        num_proc: number of processes that tokenize (`datasets.Dataset.map`, which also caches the result).
+        load_from_cache_file: whether a cached result is used.
         desc: text beside the progress bar.
 
     Returns:
         Columns, as NumPy arrays: `input_ids` (int32), `document_starts` (int32, where documents begin within the row,
-        but for its first token), `length`, `num_bytes` (of the text of the tokens that are predicted, in UTF-8) and
-        `index` (the number of the row).
+        not counting its first token), `length`, `num_bytes` (UTF-8 bytes of the tokens that are predicted) and `index`
+        (the number of the row).
 
     Raises:
         ValueError: if `block_size` is below 2 or exceeds the tokenizer's limit, `text_column` does not exist, the
-            tokenizer is none of [`causal_tokenizer`], or no row comes out.
+            tokenizer was not made by [`causal_tokenizer`], or the documents give no row.
     """
     _check(tokenizer, block_size, text_column, dataset.column_names)
     options: dict[str, Any] = {"batched": True, "load_from_cache_file": load_from_cache_file}
@@ -229,7 +232,7 @@ def causal_dataset(
         desc=desc,
         **options,
     )
-    # By one process: several would divide the documents otherwise, and give other rows.
+    # In one process: several would divide the documents differently and give other rows.
     rows = tokens.with_format("numpy").map(
         partial(pack_rows, block_size=block_size),
         batch_size=DOCUMENTS_OF_A_BATCH,
@@ -253,7 +256,7 @@ def causal_stream(
     text_column: str = "text",
     **options: Any,
 ) -> StreamLoader:
-    """A [`StreamLoader`] of rows as [`causal_dataset`] makes them; `options` are the loader's own.
+    """A [`StreamLoader`] of rows as [`causal_dataset`] makes them. `options` are passed to the loader.
 
     Raises:
         ValueError: as [`causal_dataset`] does, and if the stream holds no document.
@@ -270,21 +273,21 @@ class CausalCollator:
     """Makes batches of rows of [`causal_dataset`].
 
     Args:
-        pad_token_id: what fills up a row that is not full, on the right.
+        pad_token_id: fills rows that are not full, on the right.
     """
 
     pad_token_id: int
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "CausalCollator":
-        """With the tokenizer's padding, or eos where it has none; what stands at padding does not matter."""
+        """A collator with the tokenizer's padding token, or eos if it has none. The id at padding does not matter."""
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         return cls(eos if pad is None else pad)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Returns int64 of shape (batch, length): `input_ids`, `attention_mask`, `seq_idx`, the number of a token's
-        document in its row, and `labels`: the tokens themselves, but -100 at the first of a row or a document and at
-        padding."""
+        """Returns int64 tensors of shape (batch, length): `input_ids`; `attention_mask`; `seq_idx`, the number of a
+        token's document in its row; `labels`, the tokens themselves, but -100 for the first token of a row or document
+        and at padding."""
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
         batch = {
             "input_ids": np.full(shape, self.pad_token_id),

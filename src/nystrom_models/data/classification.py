@@ -15,22 +15,22 @@ TruncationStrategy = Literal["head", "tail", "head_tail"]
 
 @dataclass(frozen=True)
 class TextTask:
-    """What is to be told from a text or a pair of texts."""
+    """What a model predicts from a text or a pair of texts."""
 
     text_columns: tuple[str, ...]
     label_column: str = "label"
-    label_names: tuple[str, ...] | None = None  # in the order of their ids; None: those of the training set
+    label_names: tuple[str, ...] | None = None  # in the order of their ids; None: found in the training set
     regression: bool = False  # the label is a number
-    multi_label: bool = False  # the label is a list of classes, or a text of them with `label_delimiter` between
+    multi_label: bool = False  # the label is a list of classes, or a text that `label_delimiter` divides into classes
     label_delimiter: str = ","
     metric: str = "classification"  # configuration of the metric module
-    best_metric: str = "accuracy"  # what says which of several models is better
-    prediction_names: tuple[str, ...] | None = None  # how prediction files write the classes; None: by label_names
+    best_metric: str = "accuracy"  # the metric by which models are compared
+    prediction_names: tuple[str, ...] | None = None  # names of the classes in prediction files; None: label_names
     prediction_files: Mapping[str, str] = field(default_factory=dict)  # by split
 
 
 def require_column(dataset: Dataset, column: str, where: str) -> None:
-    """Raises a ValueError, which calls the data set `where`, if a column does not exist or lacks a value."""
+    """Raises a ValueError if a column does not exist or lacks a value; the message calls the data set `where`."""
     if column not in dataset.column_names:
         raise ValueError(
             f"{where[0].upper()}{where[1:]} has no column {column!r}; its columns are {dataset.column_names}."
@@ -54,7 +54,7 @@ def _label_feature(dataset: Dataset, column: str) -> Any:
 
 
 def _label_values(dataset: Dataset, column: str, labels: Sequence[Any], delimiter: str | None) -> list[Any]:
-    """The labels themselves, by name where the data set numbers them; lists of them where there are several."""
+    """The labels, by name if the data set numbers them; lists of labels if a row has several."""
     feature = _label_feature(dataset, column)
     if delimiter is not None and not _listed(dataset, column):
         labels = [[part.strip() for part in str(label).split(delimiter) if part.strip()] for label in labels]
@@ -73,7 +73,7 @@ def _unique_labels(dataset: Dataset, column: str, delimiter: str | None) -> Iter
 def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = None) -> dict[Hashable, int]:
     """Class ids by label: in the order of the column's `ClassLabel`, else sorted.
 
-    With a `delimiter`, rows have several labels each: a list, or a text that is split at it.
+    With a `delimiter`, a row has several labels: a list, or a text that is split at the delimiter.
     """
     feature = _label_feature(dataset, label_column)
     if isinstance(feature, ClassLabel):
@@ -84,7 +84,7 @@ def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = No
 
 
 def _truncate(rows: dict[str, list[list[int]]], max_length: int, strategy: TruncationStrategy) -> None:
-    """Keeps the last tokens of each row, or its first and last by halves, besides the special ones at both ends."""
+    """Keeps the special tokens at both ends of each row, and of the others the last ones, or half of each end."""
     for i, special in enumerate(rows["special_tokens_mask"]):
         length = len(special)
         if length > max_length:
@@ -116,26 +116,28 @@ def classification_dataset(
 
     Args:
         dataset: with one or two text columns, and a label column.
-        tokenizer: truncates a text to `max_length`, of a pair the longer one first.
+        tokenizer: truncates texts to `max_length`; in a pair, the longer text first.
         max_length: the longest row, special tokens included.
         text_column: the text, or the two texts of a pair.
         label_column: the label; `None` leaves labels out.
-        label_names: the classes in the order of their ids, or ids by label; the labels are ids if not given.
+        label_names: the classes in the order of their ids, or a mapping from label to id; if None, labels are ids.
         regression: the label is a number.
-        truncation_strategy: what is kept of a text that is too long: its `"head"`, its `"tail"`, or half of each.
-        label_delimiter: a row has several labels: a list, or a text that is split at this. Needs `label_names`.
+        truncation_strategy: which part of a text that is too long is kept: `"head"`, `"tail"`, or `"head_tail"`, half
+            of each.
+        label_delimiter: a row has several labels: a list, or a text that is split at this delimiter. Needs
+            `label_names`.
         num_proc: processes of `datasets.Dataset.map`.
         load_from_cache_file: whether its cached result is used.
         desc: text beside the progress bar.
-        where: what error messages call the data set.
+        where: the name of the data set in error messages.
 
     Returns:
         Columns `input_ids`, `token_type_ids`, `attention_mask`, `labels` (class ids; floats for regression; a 1.0 or
         0.0 for each class where a row has several labels), `length` and `index`, the number of the row.
 
     Raises:
-        ValueError: if a column does not exist, has another type or lacks a value, a label is none of `label_names`, or
-            a pair is to be truncated other than at its end.
+        ValueError: if a column does not exist, has another type or lacks a value, a label is not in `label_names`, or
+            a pair should be truncated elsewhere than at its end.
     """
     text_columns = [text_column] if isinstance(text_column, str) else list(text_column)
     ids = label_names if isinstance(label_names, Mapping) or label_names is None else None
@@ -249,7 +251,7 @@ class ClassificationCollator(DataCollatorWithPadding):
     """Pads the rows of [`classification_dataset`] to the longest of a batch.
 
     Args:
-        with_index: add the numbers of the rows, as `predict` needs them and a model does not take them.
+        with_index: add the numbers of the rows, for `predict`. A model does not take them.
     """
 
     with_index: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus that is on every machine already: the English text of the docstrings of the installed Python packages."""
+"""A corpus that every machine has: the English text in the docstrings of the installed Python packages."""
 
 import ast
 import hashlib
@@ -21,7 +21,7 @@ FEATURES = Features({name: Value("string") for name in ("text", "package", "obje
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "_vendor", "vendor"})
 
-# A block of prose holds some of these; code, tables, signatures and other languages hold few.
+# Prose has some of these words; code, tables, signatures and other languages have few.
 STOPWORDS = frozenset(
     "a an and are as at be but by can do does each for from has have if in into is it its may more most no not of on"
     " one only or other same should so such than that the their then there these they this to used was we were when"
@@ -40,7 +40,7 @@ def source_files(max_bytes_per_package: int = 8_000_000, seed: int = 0) -> list[
     """A seeded sample of the installed source files, found by listing folders.
 
     Args:
-        max_bytes_per_package: upper bound of source read from one package, so that large ones do not drown the rest.
+        max_bytes_per_package: upper bound of source read from one package, so that large packages do not dominate.
         seed: of the sample within each package.
 
     Returns:
@@ -73,7 +73,7 @@ def source_files(max_bytes_per_package: int = 8_000_000, seed: int = 0) -> list[
 
 
 def _blocks(docstring: str) -> Iterator[str]:
-    """Paragraphs and list entries of a docstring, each on one line."""
+    """Paragraphs and list entries of a docstring, each in one line."""
     block: list[str] = []
     previous_indent = 0
     for line in [*inspect.cleandoc(docstring).splitlines(), ""]:
@@ -93,7 +93,7 @@ def _blocks(docstring: str) -> Iterator[str]:
 
 
 def english_text(docstring: str) -> str:
-    """The prose of a docstring, one paragraph or list entry a line; code, tables, headings and markup are left out."""
+    """The prose of a docstring, a paragraph or list entry in each line, without code, tables, headings, markup."""
     lines = []
     for block in _blocks(docstring):
         if _CODE.match(block):
@@ -113,15 +113,14 @@ def english_text(docstring: str) -> str:
 def iter_docstrings(
     files: Sequence[tuple[str, str, str, int]], heldout_fraction: float = 0.1, min_words: int = 8
 ) -> Iterator[dict[str, str]]:
-    """English docstrings of `files` (see [`source_files`]), parsed and never imported.
+    """English docstrings of `files` (see [`source_files`]), which are parsed and never imported.
 
-    A file as a whole is held out, decided by a hash of its path, so that objects which share text with their
-    neighbours stay on one side.
+    Whole files are held out, chosen by a hash of their paths: objects often share text with others in their file.
     """
     for path, relative, package, _ in files:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in other people's sources
+                warnings.simplefilter("ignore")  # invalid escapes in the sources of other packages
                 tree = ast.parse(Path(path).read_bytes())
         except (SyntaxError, ValueError, RecursionError, OSError):
             continue
@@ -145,10 +144,10 @@ def iter_docstrings(
 def deduplicate(
     rows: Iterable[Mapping[str, Any]], ngram: int = 5, max_seen: float = 0.5, min_words: int = 8
 ) -> Iterator[dict[str, Any]]:
-    """Drops every line of `text` of which more than `max_seen` of the word `ngram`s came before.
+    """Drops each line of `text` if more than `max_seen` of its word `ngram`s have occurred before.
 
-    Documentation repeats itself (inherited docstrings, generated ones, one paragraph for twenty functions), and a
-    held-out text that was trained on measures memory. Rows left with fewer than `min_words` words are dropped.
+    Documentation repeats itself (inherited and generated docstrings, one paragraph for twenty functions), and a
+    held-out text that was also trained on measures memory. Rows with fewer than `min_words` words left are dropped.
     """
     seen: set[int] = set()
     for row in rows:
@@ -176,11 +175,11 @@ def load_docstrings(
     """The docstrings of the installed packages as a data set.
 
     Args:
-        max_bytes_per_package: upper bound of the source read from one package. A sample is enough, and quick.
-        heldout_fraction: share of the source files that make `"validation"`.
+        max_bytes_per_package: upper bound of the source read from one package. A sample is enough, and fast.
+        heldout_fraction: share of the source files in `"validation"`.
         seed: of the sample of files and of the order of the training documents.
-        num_proc: processes that parse.
-        cache_dir: where `datasets` keeps its files; its own default if not given.
+        num_proc: number of processes that parse.
+        cache_dir: where `datasets` stores its files; its default if None.
         packages: names of the packages to read (`"stdlib"` for the standard library); all if not given.
 
     Returns:
@@ -195,7 +194,7 @@ def load_docstrings(
         if missing:
             raise ValueError(f"packages names {sorted(missing)}, of which no Python source is installed.")
         files = [file for file in files if file[2] in set(packages)]
-    random.Random(seed).shuffle(files)  # even work for the processes
+    random.Random(seed).shuffle(files)  # about the same work for each process
     cache = {"cache_dir": None if cache_dir is None else os.fspath(cache_dir), "features": FEATURES}
     raw = Dataset.from_generator(
         iter_docstrings,
@@ -203,7 +202,7 @@ def load_docstrings(
         num_proc=num_proc,
         **cache,
     )
-    # Training documents first: what is held out then repeats nothing of them.
+    # Training documents come first, so that held-out documents do not repeat them.
     order = np.random.default_rng(seed).permutation(len(raw))
     heldout = np.asarray(raw["split"])[order] == "validation"
     raw = raw.select(np.concatenate([order[~heldout], order[heldout]]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaders: optimizer steps to train on, from rows that can be counted; and every row once to evaluate on."""
+"""Loaders: optimizer steps for training, from a data set of known length; every row once, for evaluation."""
 
 import math
 import signal
@@ -19,15 +19,15 @@ Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]]
 
 @dataclass
 class Step:
-    """What one process computes of an optimizer step: as many micro-batches as every other process."""
+    """One process's part of an optimizer step. All processes have the same number of micro-batches."""
 
     batches: Sequence[Mapping[str, Tensor]]
-    num_rows: list[int]  # of each; 0 where there is nothing left for this process, and its batch does not count
-    position: dict[str, Any]  # where the step after it begins, for `steps()` of the loader
-    where: str = ""  # what it is made of, in words
+    num_rows: list[int]  # of each micro-batch; 0 if nothing is left for this process: the batch then does not count
+    position: dict[str, Any]  # where the next step begins, for `steps()` of the loader
+    where: str = ""  # what it is made of, for messages
 
     def pin_memory(self) -> "Step":
-        """Called by PyTorch's data loader."""
+        """The same step in page-locked memory; called by PyTorch's data loader."""
         batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.batches]
         return replace(self, batches=batches)
 
@@ -42,31 +42,31 @@ class TrainingLoader(Protocol):
         position: Mapping[str, Any] | None = None,
         any_process: Callable[[bool], bool] = bool,
     ) -> Iterator[Step]:
-        """The steps of one process, from the first or from a `position` that [`merge`] gave.
+        """The steps of one process, from the first, or from a `position` that [`merge`] returned.
 
-        `any_process` tells whether something holds on any process, and is called by all of them alike.
+        `any_process` returns whether its argument is true on any process; all processes call it equally often.
         """
 
     def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The position of the run, as JSON values, from those of all processes."""
+        """The position of the run, as JSON values, from the positions of all processes."""
 
     def steps_per_epoch(self, num_processes: int = 1) -> float:
         """Optimizer steps of one pass over the data."""
 
     def step_size(self, num_processes: int = 1) -> str:
-        """What an optimizer step consists of, in words."""
+        """The size of an optimizer step, in words."""
 
     def summary(self, num_steps: int, num_processes: int = 1) -> str:
-        """What a run of so many steps trains on, in words."""
+        """What a run of this many steps trains on, in words."""
 
 
-# Seconds that a worker goes on after SIGTERM.
+# Seconds that a worker continues after SIGTERM.
 _GRACE = 20
 
 
 def without_signals(worker: int) -> None:
-    """For workers: a signal that reaches all processes of a run is for the one that trains, which then needs a step
-    more of them. SIGTERM is also how Python ends those that are left when it exits: they obey after a while."""
+    """For workers: a signal to all processes of a run is meant for the training process, which still needs one more
+    step from its workers. Python also ends workers by SIGTERM when it exits: they obey after some seconds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "alarm"):  # not on Windows, where there is no such signal either
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -74,12 +74,12 @@ def without_signals(worker: int) -> None:
 
 
 def unchanged(item: Any) -> Any:
-    """For data that come as batches already."""
+    """For data that already come as batches."""
     return item
 
 
 def deal(rows: Sequence[Any], lengths: Sequence[int], num_groups: int) -> list[list[Any]]:
-    """Divides the rows of a step into groups of equal numbers (± 1), rows of about the same length side by side."""
+    """Divides the rows of a step into groups of the same number of rows (± 1) and of similar lengths."""
     by_length = np.argsort(np.asarray(lengths), kind="stable")
     return [[rows[i] for i in group] for group in np.array_split(by_length, num_groups)]
 
@@ -87,12 +87,12 @@ def deal(rows: Sequence[Any], lengths: Sequence[int], num_groups: int) -> list[l
 @dataclass
 class _Plan:
     groups: list[list[tuple[int, int]]]  # (epoch, row) of every micro-batch of one process
-    rows: int  # how many were trained on when the step is done
+    rows: int  # how many rows have been trained on after the step
     where: str
 
 
 class _PlannedSteps(torch.utils.data.Dataset):
-    """Collates what a plan names; this is what a worker runs."""
+    """Collates the rows of a plan; workers run this."""
 
     def __init__(self, dataset: Dataset, collate_fn: Collator):
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -100,44 +100,45 @@ class _PlannedSteps(torch.utils.data.Dataset):
     def __getitems__(self, plan: _Plan) -> Step:
         batches = []
         for group in plan.groups:
-            # A process without rows computes what does not count.
+            # A process without rows computes a batch that does not count.
             epochs, indices = zip(*group, strict=True) if group else ((0,), (0,))
             rows = self.dataset.__getitems__(list(indices))
             batches.append(self.collate_fn([{**row, "epoch": epoch} for row, epoch in zip(rows, epochs, strict=True)]))
         return Step(batches, [len(group) for group in plan.groups], {"rows": plan.rows}, plan.where)
 
 
-# Steps among whose rows those of about the same length are sought, with `group_by_length`.
+# With `group_by_length`, rows are sorted by length among this many steps.
 GROUPED_STEPS = 50
 
 
 @dataclass
 class _Order:
-    rows: np.ndarray  # of an epoch, as they are trained on
-    tokens: np.ndarray  # before each of them
-    ends: np.ndarray | None = None  # of steps, where those are not told by tokens or rows
+    rows: np.ndarray  # of an epoch, in the order of training
+    tokens: np.ndarray  # number of tokens before each row
+    ends: np.ndarray | None = None  # where steps end, if this does not follow from tokens or rows
 
 
 class RowLoader:
     """Optimizer steps from a data set whose rows can be counted.
 
     Epochs follow each other without a gap, each a random order of all rows that depends on `seed` and the epoch alone:
-    a step takes the next rows of it, whatever their lengths, so that steps are alike. Within a step, rows of about the
-    same length share a micro-batch. Where a run stands is the number of rows that it has seen: it may go on with
-    another number of processes or another micro-batch.
+    a step takes the next rows of it, whatever their lengths, so that steps are similar. Within a step, rows of similar
+    length share a micro-batch. The position of a run is the number of rows that it has seen, so it may continue with
+    another number of processes or another micro-batch size.
 
-    Steps of rows of one length would waste less on padding, but be unlike each other: 32 rows of 20 tokens are a small
-    step, 32 rows of 500 a large one, with the same learning rate. Counted in tokens, they may be grouped so.
+    Steps of rows of one length would waste less on padding, but would differ in size: 32 rows of 20 tokens are a small
+    step and 32 rows of 500 tokens a large one, with the same learning rate. Steps that are counted in tokens may be
+    grouped by length.
 
     Args:
         dataset: rows with a column of lengths.
-        collate_fn: makes a batch of rows, each of which also has its `epoch`.
-        per_device_train_batch_size: rows of one micro-batch; with `tokens_per_step`, at most.
+        collate_fn: makes a batch of rows; each row also has its `epoch`.
+        per_device_train_batch_size: rows of one micro-batch; with `tokens_per_step`, the largest number of rows.
         gradient_accumulation_steps: micro-batches of a step on each process; without `tokens_per_step`.
-        tokens_per_step: a step takes rows of so many tokens, over all processes, and not a number of rows: a step
-            holds the rows that begin within its share of the tokens.
-        group_by_length: with `tokens_per_step`, a step takes rows of about the same length: many short ones or a few
-            long ones, of as many tokens. The last step of an epoch may then be smaller.
+        tokens_per_step: the size of a step in tokens, over all processes, instead of in rows: a step takes the rows
+            that begin within its share of the tokens.
+        group_by_length: with `tokens_per_step`, a step takes rows of similar length: many short rows or a few long
+            ones, with the same number of tokens. The last step of an epoch may then be smaller.
         seed: of the order.
         num_workers: processes that make batches; 0 makes them in this one.
         pin_memory: hand batches out in page-locked memory, from which a GPU reads them faster.
@@ -161,7 +162,9 @@ class RowLoader:
         length_column: str = "length",
     ):
         if group_by_length and tokens_per_step is None:
-            raise ValueError("group_by_length makes unequal steps of equal numbers of rows: give tokens_per_step.")
+            raise ValueError(
+                "group_by_length makes steps of unequal size if they are counted in rows: give tokens_per_step."
+            )
         if len(dataset) == 0:
             raise ValueError("The training set is empty.")
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -187,7 +190,7 @@ class RowLoader:
         return _Order(rows, np.cumsum(lengths) - lengths, ends)
 
     def _grouped_steps(self, rows: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Steps of rows of about the same length, in random order: sorted among the rows of every 50 steps."""
+        """Steps of rows of similar length, in random order; rows are sorted among those of every 50 steps."""
         assert self.tokens_per_step is not None
         steps: list[np.ndarray] = []
         blocks = max(1, round(self.num_tokens / (GROUPED_STEPS * self.tokens_per_step)))
@@ -195,7 +198,7 @@ class RowLoader:
             block = block[np.argsort(self.lengths[block], kind="stable")]
             lengths = self.lengths[block]
             number = max(1, round(lengths.sum() / self.tokens_per_step))
-            # As many tokens in each, but for the part of a row.
+            # The same number of tokens in each, up to a part of a row.
             borders = lengths.sum() * np.arange(1, number) / number
             parts = np.split(block, np.searchsorted(np.cumsum(lengths), borders))
             steps += [parts[i] for i in rng.permutation(len(parts)) if len(parts[i])]
@@ -211,7 +214,7 @@ class RowLoader:
         return rows
 
     def _end_of_step(self, first: int, num_processes: int) -> int:
-        """The row after the last of the step that begins with row `first`; rows are counted over all epochs."""
+        """The row after the last row of the step that begins with row `first`; rows are counted over all epochs."""
         if self.tokens_per_step is None:
             return first + self._rows_per_step(num_processes)
         epoch, place = divmod(first, len(self.dataset))
@@ -237,7 +240,7 @@ class RowLoader:
             if self.tokens_per_step is not None:
                 rounds = math.ceil(len(rows) / (self.micro_batch * num_processes))
             groups = deal(rows, [self.lengths[row] for _, row in rows], rounds * num_processes)
-            # Side by side, the processes compute groups of about the same length.
+            # At the same time, the processes compute groups of similar length.
             epoch, place = divmod(first, len(self.dataset))
             where = f"epoch {epoch + 1}, {len(rows)} rows from number {place + 1} of its order on"
             yield _Plan(groups[process_index::num_processes], end, where)
@@ -250,6 +253,7 @@ class RowLoader:
         position: Mapping[str, Any] | None = None,
         any_process: Callable[[bool], bool] = bool,
     ) -> Iterator[Step]:
+        """As `TrainingLoader.steps`."""
         first = 0 if position is None else position["rows"]
         return iter(
             DataLoader(
@@ -259,24 +263,28 @@ class RowLoader:
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 worker_init_fn=without_signals,
-                generator=torch.Generator(),  # the seed of workers is not drawn where dropout draws
+                generator=torch.Generator(),  # else drawing the workers' seed would change dropout
             )
         )
 
     def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As `TrainingLoader.merge`."""
         return dict(positions[0])
 
     def steps_per_epoch(self, num_processes: int = 1) -> float:
+        """As `TrainingLoader.steps_per_epoch`."""
         if self.tokens_per_step is not None:
             return self.num_tokens / self.tokens_per_step
         return len(self.dataset) / self._rows_per_step(num_processes)
 
     def step_size(self, num_processes: int = 1) -> str:
+        """As `TrainingLoader.step_size`."""
         if self.tokens_per_step is not None:
             return f"{self.tokens_per_step} tokens"
         return f"{self._rows_per_step(num_processes)} rows"
 
     def summary(self, num_steps: int, num_processes: int = 1) -> str:
+        """As `TrainingLoader.summary`."""
         rows, epochs = len(self.dataset), num_steps / self.steps_per_epoch(num_processes)
         return f"{rows:,} rows of {self.num_tokens / rows:.0f} tokens on average, {epochs:.2f} epochs"
 
@@ -289,7 +297,7 @@ def eval_dataloader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Every row once, from short to long, which wastes least on padding."""
+    """Every row once, from short to long, with the least padding."""
     if len(dataset) == 0:
         raise ValueError("The evaluation set is empty.")
     order = np.argsort(np.asarray(dataset[length_column]), kind="stable").tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for masked language modeling (MLM) and sentence-order prediction (SOP), drawn anew in every epoch."""
+"""Batches for masked language modeling (MLM) and sentence-order prediction (SOP), drawn again in every epoch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from transformers import PreTrainedTokenizerBase
 
 from .special_tokens import Template
 
-IGNORED = -100  # the label of what is not predicted
+IGNORED = -100  # the label of tokens that are not predicted
 
 
 @dataclass
 class PretrainingCollator:
     """Makes batches of rows of [`pretraining_dataset`].
 
-    A row with the beginning of a sentence inside is split there, at one of them by chance, into the pair
-    `[CLS] A [SEP] B [SEP]`, which is swapped with probability one half; another row becomes `[CLS] A [SEP]`, for MLM
-    alone. Then tokens are masked, at least one of each row.
+    A row in which a sentence begins is split there, at a random one of its sentences, into the pair
+    `[CLS] A [SEP] B [SEP]`. The pair is swapped with probability one half. Other rows become `[CLS] A [SEP]`, for MLM
+    only. Then tokens are masked, at least one in each row.
 
-    All this depends on `seed`, the epoch and the row's `index`, and on nothing else: not on its batch, the number of
-    processes, or what was drawn before.
+    All of this depends only on `seed`, the epoch and the row's `index`: not on the batch, the number of processes or
+    earlier random numbers.
 
     Args:
         tokenizer: with a mask token.
         mlm_probability: share of tokens (or words) to predict.
         whole_word_mask: whether the pieces of a word are masked together; the rows need `word_starts`.
-        mask_replace_prob: share of those that become the mask token.
-        random_replace_prob: share that become a random token; the rest stay.
-        sentence_order: whether rows are split into pairs at all.
+        mask_replace_prob: share of these tokens that are replaced by the mask token.
+        random_replace_prob: share of these tokens that are replaced by a random token; the rest stay unchanged.
+        sentence_order: whether rows are split into pairs.
         pad_to_multiple_of: rounds the padded length up.
         seed: of splits, swaps and masks.
     """
@@ -82,7 +82,7 @@ class PretrainingCollator:
         if self.whole_word_mask:
             if "word_starts" not in row:
                 raise ValueError("whole_word_mask needs rows of pretraining_dataset(..., with_word_starts=True).")
-            # The first token of a row begins a word, or what is left of one.
+            # The first token of a row begins a word, or the rest of a word.
             groups = np.cumsum(np.concatenate([[0], np.asarray(row["word_starts"], dtype=bool)[1:]]))
         else:
             groups = np.arange(len(ids))
@@ -94,7 +94,7 @@ class PretrainingCollator:
         return predicted
 
     def _masked(self, ids: np.ndarray, predicted: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The ids with the predicted ones replaced."""
+        """The ids, with those of predicted tokens replaced."""
         places = np.flatnonzero(predicted)
         draws = rng.random(len(places))
         replaced = ids.copy()
@@ -106,7 +106,7 @@ class PretrainingCollator:
         return replaced
 
     def _example(self, row: Mapping[str, Any]) -> tuple[list[np.ndarray], int]:
-        """Ids, token types and labels, of one length, and the label of the order."""
+        """Ids, token types and labels, all of the same length, and the label of the sentence order."""
         rng = np.random.default_rng((self.seed, row.get("epoch", self.epoch), row["index"]))
         segments, order = self._segments(row, rng)
         ids = np.asarray(row["input_ids"], dtype=np.int64)
@@ -130,8 +130,8 @@ class PretrainingCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Returns `input_ids`, `token_type_ids`, `attention_mask` and `labels` (-100 where nothing is predicted),
-        int64 of shape (batch, length), and `sentence_order_label`, int64 of shape (batch,): 1 = swapped, 0 = in
-        order, -100 = one segment."""
+        int64 of shape (batch, length), and `sentence_order_label`, int64 of shape (batch,): 1 = swapped, 0 = in order,
+        -100 = one segment."""
         examples = [self._example(row) for row in rows]
         length = max(len(columns[0]) for columns, _ in examples)
         if self.pad_to_multiple_of is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows for masked language modeling (MLM) and sentence-order prediction (SOP), cut from documents.
 
-A row holds token ids and the places where sentences begin, and nothing that is drawn at random in every epoch: how it
-is split into a pair, whether the pair is swapped, and which tokens are masked is for [`PretrainingCollator`].
+A row holds token ids and the places where sentences begin. Everything that is drawn again in every epoch is left to
+[`PretrainingCollator`]: how a row is split into a pair, whether the pair is swapped, and which tokens are masked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from .sentences import sentence_starts
 
-# Most tokens of a batch are looked up in tables of 32-bit integers; a row is shorter than 2**31.
 FEATURES = Features(
     {
         "input_ids": Column(Value("int32")),
@@ -28,10 +27,10 @@ FEATURES = Features(
 )
 WORD_FEATURES = Features({**FEATURES, "word_starts": Column(Value("bool"))})
 
-# A stream gives a document at most this many rows' numbers of its own.
+# Each document has this many numbers for its rows.
 MAX_ROWS_OF_A_DOCUMENT = 2**20
 
-# Below this share of rows with two sentences or more, the data say next to nothing about sentence order.
+# If fewer rows than this share have two sentences or more, the data teach almost nothing about sentence order.
 MIN_ORDERED_SHARE = 0.03
 
 
@@ -44,7 +43,7 @@ def _word_starts(encoding: Encoding) -> np.ndarray:
 def _sentence_tokens(text: str, encoding: Encoding, language: str) -> np.ndarray:
     """The tokens that sentences begin with, ascending, int64 of shape (sentences,)."""
     ends = np.maximum.accumulate([end for _, end in encoding.offsets])
-    # The first token that ends behind the sentence's first character: it may begin with the space before.
+    # The first token that ends after the sentence's first character: a token may begin with the space before it.
     tokens = np.searchsorted(ends, sentence_starts(text, language), side="right")
     return np.unique(tokens[tokens < len(ends)])
 
@@ -57,10 +56,10 @@ def _cut(
     short_seq_prob: float,
     rng: np.random.Generator,
 ) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of the rows of a document, which follow each other without a gap.
+    """Beginnings and ends of the rows of a document, without gaps between them.
 
-    A row is full but for the last: it ends between words and not between sentences. A row that is to be short ends
-    with a sentence, for fragments teach less.
+    All rows but the last are full: they end between words, not between sentences. Rows that are chosen to be short end
+    with a sentence, because fragments teach less.
     """
     start = 0
     while start < num_tokens:
@@ -91,8 +90,9 @@ def build_pretraining_rows(
 ) -> dict[str, list]:
     """Rows of a batch of documents: the function that [`pretraining_dataset`] maps.
 
-    Every document draws from a generator of its own, seeded with its number in `indices`, so that neither batches nor
-    processes change the outcome. `index` is here the number of the document times 2^20 plus that of the row in it.
+    Every document has its own random generator, seeded with its number in `indices`, so that batches and processes do
+    not change the result. Here, `index` is the number of the document times 2^20, plus the number of the row in the
+    document.
     """
     num_special = tokenizer.num_special_tokens_to_add(pair=True)
     rows: dict[str, list] = {name: [] for name in (WORD_FEATURES if with_word_starts else FEATURES)}
@@ -126,11 +126,11 @@ def check_options(
     text_column: str,
     column_names: Sequence[str],
 ) -> None:
-    """Raises the errors of [`pretraining_dataset`] that can be told before a document is read."""
+    """Raises the errors of [`pretraining_dataset`] that are known before a document is read."""
     if text_column not in column_names:
         raise ValueError(f"text_column={text_column!r} does not exist; the columns are {list(column_names)}.")
     if not tokenizer.is_fast:
-        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it: places in the text are read.")
+        raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it: its offsets are needed.")
     num_special = tokenizer.num_special_tokens_to_add(pair=True)
     if not num_special + 2 <= max_length <= tokenizer.model_max_length:
         raise ValueError(
@@ -154,33 +154,33 @@ def pretraining_dataset(
     load_from_cache_file: bool = True,
     desc: str = "Building examples",
 ) -> Dataset:
-    """Rows for MLM + SOP of a data set with one document a row.
+    """Rows for MLM + SOP, from a data set with one document in each row.
 
-    Each document is tokenized once and cut into rows of up to `max_length` tokens, special ones included, which follow
-    each other without a gap: all are full but the last of a document, and those that are shorter by chance.
+    Each document is tokenized once and cut into rows of up to `max_length` tokens, special tokens included, without
+    gaps between them. All rows are full, except the last of a document and those that are chosen to be short.
 
     Args:
-        dataset: one document a row.
+        dataset: one document in each row.
         tokenizer: a fast tokenizer.
         max_length: the longest row, special tokens included.
-        short_seq_prob: probability that a row aims at a length drawn uniformly up to `max_length`; it ends with a
-            sentence.
+        short_seq_prob: probability that a row gets a shorter length, drawn uniformly up to `max_length`; such a row
+            ends with a sentence.
         seed: of these lengths.
         text_column: the column that holds the documents.
-        language: ISO 639-1 code of the texts, for abbreviations that end no sentence.
-        with_word_starts: also store where words begin, which whole-word masking needs.
-        num_proc: processes of `datasets.Dataset.map`, which also caches the result.
-        load_from_cache_file: whether such a result is used.
+        language: ISO 639-1 code of the texts, for abbreviations that do not end a sentence.
+        with_word_starts: also store where words begin, for whole-word masking.
+        num_proc: number of processes (`datasets.Dataset.map`, which also caches the result).
+        load_from_cache_file: whether a cached result is used.
         desc: text beside the progress bar.
 
     Returns:
         Columns, as NumPy arrays: `input_ids` (int32, without special tokens), `sentence_starts` (int32, where
-        sentences begin within the row, but for its first token), `length` (with the special tokens of a pair), `index`
-        (the number of the row) and, if asked for, `word_starts` (bool, by token).
+        sentences begin within the row, not counting its first token), `length` (with the special tokens of a pair),
+        `index` (the number of the row) and, on request, `word_starts` (bool, for each token).
 
     Raises:
-        ValueError: if `max_length` leaves no room for a pair or exceeds the tokenizer's limit, `short_seq_prob` is no
-            probability, `text_column` does not exist, the tokenizer is not a fast one, or no row comes out.
+        ValueError: if `max_length` leaves no room for a pair or exceeds the tokenizer's limit, `short_seq_prob` is not
+            a probability, `text_column` does not exist, the tokenizer is not a fast one, or the documents give no row.
     """
     check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
     rows = dataset.map(
@@ -210,7 +210,7 @@ def pretraining_dataset(
 
 
 def ordered_share(rows: Dataset) -> float:
-    """The share of rows that hold the beginning of a sentence: only those can be split, and say something of order."""
+    """The share of rows in which a sentence begins: only these can be split, and teach sentence order."""
     lengths = [
         len(starts)
         for batch in rows.select_columns("sentence_starts").with_format("arrow").iter(10_000)

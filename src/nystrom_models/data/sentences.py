@@ -7,15 +7,15 @@ import sentencex
 def sentence_starts(text: str, language: str = "en") -> list[int]:
     """The characters at which the sentences of a text begin, in ascending order.
 
-    A line is a paragraph: sentences end with it. Within a line they are told apart by `sentencex`, Wikimedia's
-    splitter, which knows the punctuation of all scripts, and the abbreviations of some hundred languages.
+    A line is a paragraph: a sentence ends with its line. Lines are split by `sentencex`, Wikimedia's splitter, which
+    knows the punctuation of all scripts and the abbreviations of many languages.
 
     Args:
         text: a document.
-        language: ISO 639-1 code, for the abbreviations; for an unknown one, the general rules hold.
+        language: ISO 639-1 code, for the abbreviations. For an unknown language, general rules are used.
 
     Returns:
-        Offsets into `text`, each of a character that is no white space. Empty if the text is blank.
+        Offsets into `text`, each of a character that is not white space. Empty if the text is blank.
     """
     starts: list[int] = []
     offset = 0

@@ -8,10 +8,10 @@ class Template:
     """The special tokens that a tokenizer puts around one text or the two of a pair, and the token types of all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_texts: int):
-        # Any token will do as a text: only what stands around it is read.
+        # Any token serves as a text: only the special tokens around it are read.
         text_token = tokenizer.mask_token or tokenizer.eos_token
         encoding = tokenizer(*[text_token] * num_texts, return_token_type_ids=True)[0]
-        self.special: list[list[int]] = [[] for _ in range(num_texts + 1)]  # ids before each text, and behind the last
+        self.special: list[list[int]] = [[] for _ in range(num_texts + 1)]  # ids before each text, and after the last
         self.special_types: list[list[int]] = [[] for _ in range(num_texts + 1)]
         self.text_types = [0] * num_texts
         text = -1  # the last text that was met

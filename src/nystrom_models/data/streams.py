@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to pretrain on from a stream of documents, built while it is read; shared by processes, and resumed exactly."""
+"""Rows for pretraining from a stream of documents, which several processes share and which is resumed exactly."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from .loading import Collator, Step, deal, unchanged, without_signals
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, build_pretraining_rows, check_options
 
-# Documents of a lane that are tokenized together.
+# Number of documents of a lane that are tokenized together.
 DOCUMENTS_OF_A_BATCH = 64
 
 Row = Mapping[str, Any]
@@ -26,7 +26,7 @@ BuildRows = Callable[[Documents, Sequence[int]], Mapping[str, list]]
 
 
 class _Reader:
-    """Reads the documents of a lane, a batch at a time, and builds rows of them."""
+    """Reads the documents of a lane, one batch at a time, and builds rows from them."""
 
     def __init__(self, lane: "Lane", number: int, state: Mapping[str, Any] | None):
         self.lane, self.number, self.state = lane, number, state
@@ -37,11 +37,11 @@ class _Reader:
         self.exhausted = False
 
     def place(self) -> dict[str, Any]:
-        """Where the stream stands: how many documents of it were read, and its own state."""
+        """The position of the stream: how many documents were read, and the stream's own state."""
         return {"documents": self.number, "stream": self.state}
 
     def fill(self, rows: list[Row], size: int) -> None:
-        """Reads on until there are `size` rows, or the stream ends."""
+        """Continues reading until there are `size` rows, or the stream ends."""
         while len(rows) < size and not self.exhausted:
             rows += self._read()
 
@@ -69,17 +69,17 @@ class _Reader:
 class Lane:
     """Every `num_lanes`-th document of a stream, from number `lane` on, as rows in random order.
 
-    Rows are drawn from a block of at least `buffer_size`; the next block is read meanwhile. Where a lane stands is
-    told by where its block begins in the stream and how many rows were drawn from it: to reach that place again, the
-    block is read, and nothing before it.
+    Rows are drawn from a block of at least `buffer_size` rows, while the next block is read. The position of a lane is
+    where its block begins in the stream, and how many rows were drawn from the block. To return to that position, only
+    the block is read, and nothing before it.
 
     Args:
-        documents: a document a row.
-        build_rows: makes rows of a batch of documents and their numbers.
-        lane, num_lanes: of this lane, and of all that share the stream.
+        documents: one document in each row.
+        build_rows: makes rows from a batch of documents and their numbers.
+        lane, num_lanes: number of this lane, and of all lanes that share the stream.
         buffer_size: rows of a block.
         seed: of the order.
-        documents_of_a_batch: how many documents `build_rows` is given at once.
+        documents_of_a_batch: how many documents `build_rows` gets at once.
     """
 
     documents: IterableDataset
@@ -91,7 +91,7 @@ class Lane:
     documents_of_a_batch: int = DOCUMENTS_OF_A_BATCH
 
     def rows(self, epoch: int, state: Mapping[str, Any] | None = None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """The rows of an epoch, from the beginning or from a state, each with the state of the lane after it."""
+        """The rows of an epoch, from the beginning or from a state. Each comes with the state of the lane after it."""
         state = state or {"documents": 0, "stream": None, "drawn": 0}
         reader = _Reader(self, state["documents"], state["stream"])
         drawn, place = state["drawn"], reader.place()
@@ -110,7 +110,7 @@ class Lane:
 
 
 class _LaneSteps(torch.utils.data.IterableDataset):
-    """The steps of an epoch that the lanes of one process give; this is what a worker runs."""
+    """The steps of an epoch from the lanes of one process; workers run this."""
 
     def __init__(
         self,
@@ -143,26 +143,26 @@ class _LaneSteps(torch.utils.data.IterableDataset):
 
 
 class StreamLoader:
-    """Optimizer steps from a stream of documents, which several processes share.
+    """Optimizer steps from a stream of documents that several processes share.
 
-    A stream that begins on n processes has n lanes, among which its documents are dealt in turn: every document is
-    read by all processes, and tokenized by one. A step takes the next rows of each lane, as many of each. An epoch
-    ends for all processes together, once no lane has a row left: every row is trained on once, and a process that runs
-    out before the others computes what does not count. The same lanes may go on on fewer processes, which then have
-    several.
+    A stream that begins on n processes has n lanes, and its documents go to the lanes in turn: every process reads all
+    documents, and one process tokenizes each. A step takes the same number of rows from each lane. An epoch ends for
+    all processes together, when no lane has a row left: every row is trained on once, and a process that has no rows
+    left before the others computes batches that do not count. The same lanes may continue on fewer processes, each of
+    which then has several lanes.
 
     Args:
         documents: a document a row.
         build_rows: makes rows of a batch of documents and their numbers.
-        collate_fn: makes a batch of rows, each of which also has its `epoch`.
+        collate_fn: makes a batch of rows; each row also has its `epoch`.
         per_device_train_batch_size: rows of one micro-batch.
         gradient_accumulation_steps: micro-batches of a step on each process.
-        buffer_size: rows are drawn at random from so many.
+        buffer_size: number of rows among which rows are drawn at random.
         seed: of the order.
-        num_workers: 0 reads the stream in this process, more in another one.
+        num_workers: 0 reads the stream in this process; 1 or more in another process.
         pin_memory: hand batches out in page-locked memory, from which a GPU reads them faster.
-        blank: a row for a process that has none.
-        documents_of_a_batch: how many documents of a lane `build_rows` is given at once.
+        blank: a row for processes that have none left.
+        documents_of_a_batch: how many documents of a lane `build_rows` gets at once.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class StreamLoader:
         self.documents_of_a_batch = documents_of_a_batch
 
     def _lanes(self, num_lanes: int, num_processes: int, process_index: int) -> tuple[list[Lane], int]:
-        """The lanes of a process, and the rows that each gives to a step."""
+        """The lanes of a process, and the number of rows of each lane in a step."""
         if num_lanes % num_processes != 0:
             fitting = [n for n in range(1, num_lanes + 1) if num_lanes % n == 0]
             raise ValueError(
-                f"The stream was begun on {num_lanes} processes, which {num_processes} cannot share: go on on "
-                f"{' or '.join(map(str, fitting))}."
+                f"The stream began on {num_lanes} processes, whose parts cannot be divided among {num_processes}: "
+                f"continue on {' or '.join(map(str, fitting))}."
             )
         lanes = [
             Lane(
@@ -208,7 +208,7 @@ class StreamLoader:
         rows, rest = divmod(self.micro_batch * self.accumulation, len(lanes))
         if rest:
             raise ValueError(
-                f"The stream was begun on {num_lanes} processes: a step of {num_processes} must hold a multiple of "
+                f"The stream began on {num_lanes} processes: on {num_processes}, a step must hold a multiple of "
                 f"{len(lanes)} rows on each (--per_device_train_batch_size × --gradient_accumulation_steps)."
             )
         return lanes, rows
@@ -222,7 +222,7 @@ class StreamLoader:
                 collate_fn=unchanged,
                 pin_memory=self.pin_memory,
                 worker_init_fn=without_signals,
-                generator=torch.Generator(),  # the seed of workers is not drawn where dropout draws
+                generator=torch.Generator(),  # else drawing the workers' seed would change dropout
             )
         )
 
@@ -233,6 +233,7 @@ class StreamLoader:
         position: Mapping[str, Any] | None = None,
         any_process: Callable[[bool], bool] = bool,
     ) -> Iterator[Step]:
+        """As `TrainingLoader.steps`. Raises ValueError if the stream holds no text."""
         position = position or {"epoch": 0, "num_lanes": num_processes, "lanes": {}}
         epoch, num_lanes = position["epoch"], position["num_lanes"]
         lanes, rows = self._lanes(num_lanes, num_processes, process_index)
@@ -255,16 +256,20 @@ class StreamLoader:
             epoch, states, fresh = epoch + 1, {}, True
 
     def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As `TrainingLoader.merge`."""
         lanes = {lane: state for position in positions for lane, state in position["lanes"].items()}
         return {**positions[0], "lanes": lanes}
 
     def steps_per_epoch(self, num_processes: int = 1) -> float:
-        raise ValueError("A stream does not tell its length: give --max_train_steps and --eval_strategy no or steps.")
+        """Raises ValueError: the length of a stream is unknown."""
+        raise ValueError("The length of a stream is unknown: give --max_train_steps and --eval_strategy no or steps.")
 
     def step_size(self, num_processes: int = 1) -> str:
+        """As `TrainingLoader.step_size`."""
         return f"{self.micro_batch * self.accumulation * num_processes} rows"
 
     def summary(self, num_steps: int, num_processes: int = 1) -> str:
+        """As `TrainingLoader.summary`."""
         return "a stream of documents"
 
 

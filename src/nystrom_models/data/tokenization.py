@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the tokenizers that models of this package are pretrained with."""
+"""Training of tokenizers for pretraining."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -14,7 +14,7 @@ CAUSAL_SPECIAL_TOKENS = ("<s>", "<pad>", "</s>")
 
 
 class TextBatches:
-    """Batches of one text column, which may be iterated over more than once, as [`train_tokenizer`] does."""
+    """Batches of one text column. They can be iterated over several times, as [`train_tokenizer`] does."""
 
     def __init__(self, dataset: Dataset | IterableDataset, column: str = "text", batch_size: int = 1000):
         self.dataset = dataset.select_columns(column)
@@ -47,13 +47,13 @@ def train_tokenizer(
     min_frequency: int = 2,
     show_progress: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """Trains a WordPiece tokenizer in the manner of BERT.
+    """Trains a WordPiece tokenizer like BERT's.
 
-    Sequences come out as `[CLS] A [SEP]` with token type 0, pairs as `[CLS] A [SEP] B [SEP]` with token types 0 and 1.
+    Sequences become `[CLS] A [SEP]` with token type 0, pairs as `[CLS] A [SEP] B [SEP]` with token types 0 and 1.
     The same texts give the same vocabulary.
 
     Args:
-        texts: strings or lists of strings, gone through twice; an iterator is first read into memory.
+        texts: strings or lists of strings, read twice; an iterator is first read into memory.
         vocab_size: upper bound of the vocabulary, special tokens included.
         model_max_length: the longest sequence, special tokens included, that the model takes; it is saved along.
         lowercase: whether case and accents are dropped.
@@ -74,8 +74,8 @@ def train_tokenizer(
     tokenizer.decoder = decoders.WordPiece()
     if iter(texts) is texts:
         texts = list(texts)
-    # The trainer would number these in the order of a hash map, another in every process, and break ties between
-    # merges by their numbers: two runs would give two vocabularies.
+    # The trainer would number these pieces in the order of a hash map, which differs between processes, and would
+    # break ties between merges by these numbers: two runs would give two vocabularies.
     continuations = _continuations(
         chain.from_iterable([item] if isinstance(item, str) else item for item in texts), tokenizer
     )
@@ -87,12 +87,12 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(texts, trainer)
     trained = tokenizer.get_vocab()
-    # The trainer keeps the most frequent characters alone.
+    # The trainer keeps only the most frequent characters.
     unused = {piece for piece in continuations if piece[2:] not in trained}
     tokens = [token for token in sorted(trained, key=trained.__getitem__) if token not in unused]
     if len(tokens) <= len(SPECIAL_TOKENS):
         raise ValueError("texts holds no text to train a tokenizer from: check the data set and its text column.")
-    # A new model, for the tokenizer that was trained takes the continuations for special tokens.
+    # A new model: the trained tokenizer treats the continuations as special tokens.
     fresh = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     fresh.normalizer, fresh.pre_tokenizer, fresh.decoder = (
         tokenizer.normalizer,
@@ -127,13 +127,13 @@ def train_byte_level_tokenizer(
     min_frequency: int = 2,
     show_progress: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer in the manner of GPT-2, for causal models.
+    """Trains a byte-level BPE tokenizer like GPT-2's, for causal models.
 
-    It loses nothing of a text: no character is unknown, and what it decodes has the case and the spaces of the text. A
-    prompt comes out as `<s> A`, and is not ended; `</s>` is the end-of-sequence token.
+    It loses nothing of a text: no character is unknown, and decoding restores case and spaces. A prompt becomes
+    `<s> A`, without an end; `</s>` is the end-of-sequence token.
 
     Args:
-        texts: strings or lists of strings, gone through once.
+        texts: strings or lists of strings, read once.
         vocab_size: upper bound of the vocabulary, the 256 bytes and the special tokens included.
         model_max_length: the longest sequence, special tokens included, that the model takes; it is saved along.
         min_frequency: how often a pair of pieces must occur to become one piece.

@@ -40,7 +40,7 @@ CHUNK_TOKENS = 64
 def elu_features(states: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 (eq. 7), positive. (..., D) -> (..., D)."""
     if is_tracing(states):
-        # The same: of elu's gradient, graphs are recorded with other strides than it then has (PyTorch 2.13).
+        # The same function. Graphs record wrong strides for the gradient of elu (PyTorch 2.13).
         return F.relu(states) + states.clamp_max(0).exp()
     return F.elu(states) + 1
 
@@ -141,10 +141,10 @@ def causal_linear_attention(
 def linear_attention_map(
     query: Tensor, key: Tensor, mask: Tensor | None = None, *, causal: bool = False, rows: Tensor | None = None
 ) -> Tensor:
-    """The weights with which tokens attend, for looking.
+    """The attention matrix, for inspection and tests.
 
     Args:
-        query, key, mask: as for `linear_attention`. causal: whether to tokens up to themselves alone.
+        query, key, mask: as for `linear_attention`. causal: whether a token attends only to tokens up to itself.
         rows: (R,) or (B, R) int64, the tokens whose rows are wanted; None for all.
 
     Returns: (B, H, N or R, N); each row sums to one, up to `EPSILON`.
@@ -205,10 +205,10 @@ class _CausalProduct(torch.autograd.Function):
 def _causal_product(
     left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """`causal_product`; backwards, over j >= i, where the state is that of the tokens after."""
+    """`causal_product`; with `backwards` over j >= i, where the state is that of the later tokens."""
     if left.device.type != "cpu" or is_tracing(left):
         return _product_by_chunks(left, right, values, state, backwards)
-    # Blocks stay in the caches, and intermediate results take the memory of one block.
+    # Blocks stay in the caches, and intermediate results need the memory of only one block.
     out = state.new_empty(*left.shape[:3], values.shape[3])
     starts = range(0, left.shape[2], BLOCK_TOKENS)
     for start in reversed(starts) if backwards else starts:
@@ -226,7 +226,7 @@ def _product_by_chunks(
     size = CHUNK_TOKENS if is_tracing(left) else max(1, min(CHUNK_TOKENS, length))
     left, right, values = (_in_chunks(tensor, size, state.dtype) for tensor in (left, right, values))
     sums = right.mT @ values  # (B, H, N / C, F, E)
-    # The state before each chunk, added up in order: not even a rounding may depend on what comes later.
+    # The state before each chunk, summed in order: later tokens must not change even the rounding.
     sums = torch.cat([state[:, :, None], sums.flip(2) if backwards else sums], dim=2).cumsum(dim=2)
     states, final = sums[:, :, :-1], sums[:, :, -1]
     scores = left @ right.mT  # (B, H, N / C, C, C)
@@ -238,10 +238,10 @@ def _product_by_chunks(
 def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """(B, H, N, E) -> (B, H, N / C, C, E), the last chunk filled with zeros."""
     length = states.shape[2]
-    # In a graph one or two chunks more, which would otherwise hold only for lengths beyond a chunk.
+    # In a graph one or two chunks more: otherwise the graph would be valid only for lengths beyond a chunk.
     count = length // size + 2 if is_tracing(states) else -(-length // size)
     states = F.pad(states, (0, 0, 0, count * size - length)).to(dtype)
-    # `unflatten`, but leaves no condition on the length in the graph.
+    # As `unflatten`, but without a condition on the length in the graph.
     return states.unfold(2, size, size).mT.contiguous()
 
 

@@ -131,11 +131,11 @@ def _attend_in_a_row(
     return torch.dropout(f, dropout_p, train=dropout_p > 0) @ (to_tokens @ valid_value)
 
 
-# ---- fast path: all rows at once, two softmax attentions, nothing of size N×M stored ----
+# ---- fast path: all rows at once, as two softmax attentions; nothing of size N×M is stored ----
 
 
 class Segments(NamedTuple):
-    """Where the landmarks of a ragged batch come from; a function of the mask and M alone.
+    """The segments of a ragged batch, whose means are the landmarks. They depend only on the mask and M.
 
     positions: (B, M, S) int64, of a segment's tokens. inside: (B, M, S) bool, False beyond its last token.
     size: (B, M) int64, its tokens, at least 1. exists: (B, M) bool, True for the m landmarks of a row.
@@ -150,7 +150,7 @@ class Segments(NamedTuple):
 
 
 def landmark_segments(mask: Tensor, num_landmarks: int) -> Segments:
-    """Lay the valid tokens of each row out in the segments of `segment_sizes`, by rank."""
+    """Assign the valid tokens of each row to the segments of `segment_sizes`, by rank."""
     batch, length = mask.shape
     lengths = mask.long().sum(dim=-1, keepdim=True)  # (B, 1)
     count = lengths.clamp(min=1, max=num_landmarks)
@@ -159,7 +159,7 @@ def landmark_segments(mask: Tensor, num_landmarks: int) -> Segments:
     segment = torch.arange(num_landmarks, device=mask.device)  # (M,)
     start = segment * size + (segment - small).clamp_min(0)
     stop = start + size + (segment >= small).long()
-    # ceil(N / M), but at least 2 in a graph, which would otherwise hold only for lengths beyond M.
+    # ceil(N / M). In a graph at least 2: otherwise the graph would be valid only for lengths beyond M.
     longest = length // num_landmarks + 2 if is_tracing(mask) else -(-length // num_landmarks)
     rank = start[..., None] + torch.arange(longest, device=mask.device)  # (B, M, S)
     exists = segment < lengths
@@ -170,10 +170,11 @@ def landmark_segments(mask: Tensor, num_landmarks: int) -> Segments:
 
 
 def _segment_means(states: Tensor, num_landmarks: int) -> Tensor:
-    """Landmarks (B, H, M, D) of states (B, H, N, D) without padding, N >= M: two groups of segments, as they lie.
+    """Landmarks (B, H, M, D) of states (B, H, N, D) without padding, N >= M. There are two groups of segments: those
+    of s tokens, then those of s + 1.
 
-    A mean is a product with a row of 2⁻ᵉ, times 2ᵉ / s: so half precision is read as it is and added in float32. A row
-    of 1 / s would be rounded, and with it every mean in one direction.
+    A mean is computed as a product with a row of 2⁻ᵉ, times 2ᵉ / s. The product reads half precision and sums in
+    float32. A row of 1 / s would be rounded in half precision, and would shift all means in one direction.
     """
     heads, length = states.shape[1:3]
     size = length // num_landmarks
@@ -208,12 +209,12 @@ def _landmark_pinv(
     iterations: int,
     query_exists: Tensor | None = None,
 ) -> Tensor:
-    """A⁺ (..., m, m) of A = softmax(q~ k~ᵀ / √D), in float32 at least, zero for landmarks that do not exist.
+    """A⁺ (..., m, m) of A = softmax(q~ k~ᵀ / √D), in float32 or float64; zero for landmarks that do not exist.
 
     query_exists: (B, M) bool, in cross-attention, where other landmarks of queries than of keys may exist.
     """
     dtype = torch.promote_types(query_landmarks.dtype, torch.float32)
-    # Six multiplications in half precision would lose the small singular values, and autocast would make them so.
+    # In half precision the iterations would lose the small singular values, so autocast is switched off.
     with maybe_autocast(query_landmarks.device.type, enabled=False):
         scores = multiply(query_landmarks.to(dtype), key_landmarks.to(dtype).mT) * query_landmarks.shape[-1] ** -0.5
         if exists is not None:
@@ -226,11 +227,11 @@ def _landmark_pinv(
 
 
 class Landmarks(NamedTuple):
-    """What a batch of rows attends through.
+    """The landmarks of a batch of rows.
 
     query, key: (B, H, M, D), q~ and k~; zero where a landmark does not exist.
-    pinv: (B, H, M, M), A⁺, in float32 at least.
-    segments: where they come from; None if all rows are full and have more than M tokens.
+    pinv: (B, H, M, M), A⁺, in float32 or float64.
+    segments: the segments they are means of; None if all rows are full and have more than M tokens.
     """
 
     query: Tensor
@@ -262,7 +263,7 @@ def _landmarks(
 
 
 def _is_exact(query: Tensor, num_landmarks: int | None) -> bool:
-    """Whether no row has more than M tokens. A graph that is recorded must hold for those that have."""
+    """Whether no row has more than M tokens. False while a graph is recorded, which must be valid for longer rows."""
     return num_landmarks is None or (not is_tracing(query) and query.shape[2] <= num_landmarks)
 
 
@@ -287,10 +288,10 @@ def nystrom_attention(
         num_landmarks: M. Rows of at most M valid tokens get exact attention. None: exact attention for all.
         pinv_iterations: steps of `iterative_pinv`, in float32 whatever the dtype.
         dropout_p: probability of dropping an entry of F = softmax(q k~ᵀ / √D), the attention of a token.
-        skip: (B, H, N, D), which is added, such as `depthwise_convolution(value, weight, mask)`. On a CPU without
-            gradients the result is written over it.
-        segments: `landmark_segments(mask, num_landmarks)`, to compute it once for many layers.
-        attend: what computes each of the two softmax attentions.
+        skip: (B, H, N, D), added to the result, such as `depthwise_convolution(value, weight, mask)`. On a CPU without
+            gradients it is overwritten by the result.
+        segments: `landmark_segments(mask, num_landmarks)`, if it is computed once for many layers.
+        attend: the function that computes each of the two softmax attentions.
 
     Returns: (B, H, N, D). Values at invalid tokens are finite and mean nothing.
     """
@@ -307,7 +308,7 @@ def nystrom_attention(
 
 
 def _own_values_where_exact(landmark_values: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """A⁺ B V, (B, H, M, D); where every token is its own landmark, A⁺ B selects the tokens, with their own values."""
+    """A⁺ B V (B, H, M, D); where every token is its own landmark, a landmark's values are its token's values."""
     own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
     return torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
 
@@ -323,7 +324,7 @@ def nystrom_attention_map(
     segments: Segments | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The attention matrix F A⁺ B (eq. 15) that Nyström attention applies, to look at and to test against.
+    """The attention matrix F A⁺ B (eq. 15) that Nyström attention applies, for inspection and tests.
 
     Args:
         rows: (R,) or (B, R) int64, the queries whose rows are wanted; None for all N.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch is, for the layers of every family: which tokens are valid, and how their states are laid out.
+"""The layout of a batch for the layers of every family: which tokens are valid, and where their states are.
 
 Legend: B batch, N tokens of a row as given, W tokens of the longest row, T valid tokens of the batch, C hidden size,
 H heads, R chosen rows of an attention map. A mask is (B, N), bool, True at valid tokens.
@@ -17,14 +17,14 @@ from transformers.utils.import_utils import is_tracing
 from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
 
-# The share of padding from which the valid tokens are computed alone: below, bringing the tokens into rows for the
-# attention and back takes about the time that the linear layers would save.
+# From this share of padding on, only the valid tokens are computed. Below it, copying the tokens into rows for the
+# attention and back takes about as long as the linear layers would save.
 LEAST_PADDING = 1 / 16
 
 
 def depends_on_values(tensor: Tensor) -> bool:
-    """Whether Python may look at the values of this tensor: not in a graph that is being recorded, and not where
-    there are none (meta and fake tensors)."""
+    """Whether Python may read the values of this tensor: not while a graph is recorded, and not for tensors without
+    values (meta and fake tensors)."""
     return not (is_tracing(tensor) or tensor.is_meta)
 
 
@@ -33,7 +33,7 @@ class AttentionMaps:
     """The attention maps that a call asks for.
 
     rows: (R,) or (B, R) int64, the tokens whose rows are wanted, by rank; None for all.
-    collected: what each layer gave, (B, H, R or N, N).
+    collected: the map of each layer, (B, H, R or N, N).
     """
 
     rows: Tensor | None = None
@@ -45,23 +45,23 @@ class Batch:
     """Which tokens a batch holds. The model builds it once a call, and every layer reads it.
 
     For attention, states are in rows (B, W, C). In each row the valid tokens come first, in their order, and padding
-    after them: whatever a family does along the tokens then goes by their rank. Elsewhere in the layers, states are
-    in the same rows or *packed*: those of the valid tokens alone, (1, T, C), one row after the other.
+    follows: so everything that a family computes along the tokens depends on their ranks. Elsewhere in the layers,
+    states are in the same rows, or *packed*: only those of the valid tokens, (1, T, C), one row after the other.
 
     shape: B and N.
     rows: B and W.
     mask: (B, W) bool, of the rows; None where every token is valid.
-    places: (T,) int64, where packed tokens lie in the flattened rows; None where states are in rows.
-    sources: (T,) int64, where the tokens of packed states or shortened rows lie in the flattened batch as given; None
-        where rows are as long as given.
-    order, ranks: (B, N) int64, where the tokens of the rows lie in the batch as given, and the reverse; None where
-        they are at the same places.
+    places: (T,) int64, the index of each packed token in the flattened rows; None where states are in rows.
+    sources: (T,) int64, the index of each token of packed states or shortened rows in the flattened batch as given;
+        None where rows are as long as given.
+    order, ranks: (B, N) int64, the place in the batch as given of each token of the rows, and the reverse; None where
+        the places are the same.
     given_mask: (B, N) bool, as given; None where every token is valid.
-    positions: (1 or B, ...) int64, the rank of each token in the layout of the states; tokens that a cache has seen
-        come before.
+    positions: (1 or B, ...) int64, the rank of each token in the layout of the states, plus the number of tokens that
+        a cache has seen.
     plan: what the family computes once for all layers.
     maps: the attention maps that are asked for.
-    cache: of a causal family.
+    cache: the cache of a causal family.
     """
 
     shape: tuple[int, int]
@@ -81,7 +81,7 @@ class Batch:
     # ---- states into the layout of the layers, and back ----
 
     def enter(self, states: Tensor) -> Tensor:
-        """States (B, N, ...) of the batch as given, in the layout of the layers."""
+        """Brings states (B, N, ...) from the batch as given into the layout of the layers."""
         if self.sources is not None:
             tokens = states.flatten(0, 1).index_select(0, self.sources)
             return tokens[None] if self.places is not None else tokens.unflatten(0, self.rows)
@@ -92,7 +92,7 @@ class Batch:
         return gather_tokens(states, self.order)
 
     def leave(self, states: Tensor) -> Tensor:
-        """States in the layout of the layers at the places as given, (B, N, C), zero at padding."""
+        """Brings states from the layout of the layers to the places as given, (B, N, C), with zeros at padding."""
         if self.sources is not None:
             return pad_tokens(states, self.sources, self.shape)
         if self.given_mask is None:
@@ -102,32 +102,32 @@ class Batch:
         return states.masked_fill(~self.given_mask[..., None], 0)
 
     def to_rows(self, states: Tensor) -> Tensor:
-        """States in the layout of the layers, in rows (B, W, C); packed ones with zeros at padding."""
+        """Brings states from the layout of the layers into rows (B, W, C). Packed states get zeros at padding."""
         return states if self.places is None else pad_tokens(states, self.places, self.rows)
 
     def to_clean_rows(self, states: Tensor) -> Tensor:
-        """The same, with zeros at padding in any case."""
+        """The same, always with zeros at padding."""
         if self.places is not None or self.mask is None:
             return self.to_rows(states)
         return states.masked_fill(~self.mask[..., None], 0)
 
     def from_rows(self, states: Tensor) -> Tensor:
-        """States in rows (B, W, C), in the layout of the layers."""
+        """Brings states in rows (B, W, C) into the layout of the layers."""
         return states if self.places is None else states.flatten(0, 1).index_select(0, self.places)[None]
 
     # ---- attention maps ----
 
     def rank_of(self, tokens: Tensor) -> Tensor:
-        """The ranks of tokens (R,) or (B, R) int64, places in the rows as given."""
+        """The ranks of tokens whose places in the rows as given are (R,) or (B, R) int64."""
         if self.ranks is None:
             return tokens
         return self.ranks.gather(1, tokens.expand(self.shape[0], -1))
 
     def record(self, attention_map: Tensor) -> Tensor:
-        """Keep a layer's map (B, H, R or N, N), of which rows and columns are tokens by rank, for the output.
+        """Stores a layer's map (B, H, R or N, N), whose rows and columns are tokens by rank, for the output.
 
-        There, tokens are at the places as given, and entries of padding are zero. Returns the map by rank again, by
-        which a layer that goes on through its whole map lets gradients reach the output's.
+        In the output, tokens are at the places as given, and entries of padding are zero. Returns that map, by rank
+        again: a layer that computes its result from it lets gradients reach the map in the output.
         """
         whole = self.maps.rows is None
         if self.ranks is not None:
@@ -145,7 +145,7 @@ class Batch:
     # ---- devices ----
 
     def to(self, device: torch.device | str | int, **_: Any) -> "Batch":
-        """The same on another device, which layers may lie on; copied once for all layers there."""
+        """The same batch on another device, copied once for all layers on that device."""
         device = torch.empty(0, device=device).device if not isinstance(device, torch.device) else device
         if self.positions.device == device:
             return self
@@ -156,13 +156,13 @@ class Batch:
 
 
 def _reorder_map(attention_map: Tensor, order: Tensor, whole: bool) -> Tensor:
-    """The columns of a map (B, H, R or N, N) in an order (B, N) int64; of a whole map, the rows, too."""
+    """Reorders the columns of a map (B, H, R or N, N) by (B, N) int64; also the rows if the map is whole."""
     attention_map = attention_map.gather(3, order[:, None, None].expand(*attention_map.shape[:3], -1))
     return attention_map.gather(2, order[:, None, :, None].expand_as(attention_map)) if whole else attention_map
 
 
 def _move(value: Any, device: torch.device) -> Any:
-    """The tensors in a value on a device; what else it holds stays as it is."""
+    """Moves the tensors in a value to a device; everything else stays as it is."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, AttentionMaps):
@@ -190,11 +190,11 @@ def make_batch(
         shape: B and N.
         device: of the inputs.
         pack: whether states may be packed.
-        cache: of a causal family.
-        documents: (B, N) int64, which document of its row a token is of: a number for each, in any order; None if rows
-            are documents. Attention and convolution then have a row for each document.
+        cache: the cache of a causal family.
+        documents: (B, N) int64, the number of each token's document in its row, in any order. Attention and
+            convolution then have a row for each document. None: each row is one document.
 
-    On a GPU the host waits once, for three numbers, if there is a mask; not in a graph.
+    If there is a mask on a GPU, the host waits once, for three numbers; not in a graph.
     """
     made = _lay_out(mask, shape, device, pack) if documents is None else _by_document(mask, documents)
     made.cache = cache
@@ -202,7 +202,7 @@ def make_batch(
     if seen is not None:
         made.positions = made.positions + made.enter(seen[:, :1].to(device).expand(shape))
         if made.mask is not None and made.places is None:
-            # Where no token is, no position may be too large.
+            # At padding, positions must stay inside the table.
             made.positions = made.positions.masked_fill(~made.mask, 0)
     return made
 
@@ -232,11 +232,11 @@ def _lay_out(mask: Tensor | None, shape: tuple[int, int], device: torch.device, 
 
 
 def first_of_document(documents: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, N) bool: the valid tokens whose document is not that of the valid token before them, in their row."""
+    """(B, N) bool: valid tokens that begin a document: the valid token before them in the row is of another."""
     length = documents.shape[1]
     before = torch.arange(-1, length - 1, device=documents.device).expand_as(documents)
     if mask is not None:
-        # The last valid place before each: of places, those of padding count as none.
+        # For each token the place of the last valid token before it; padding does not count.
         places = torch.where(mask, before + 1, -1).cummax(dim=1).values
         before = F.pad(places[:, :-1], (1, 0), value=-1)
     changed = (before < 0) | (documents != documents.gather(1, before.clamp_min(0)))
@@ -263,13 +263,13 @@ def _by_document(mask: Tensor | None, documents: Tensor) -> Batch:
 
 
 def _in_place(mask: Tensor) -> Batch:
-    """Rows as given: their valid tokens come first already."""
+    """Rows as given: their valid tokens already come first."""
     shape = (mask.shape[0], mask.shape[1])
     return Batch(shape, shape, torch.arange(shape[1], device=mask.device)[None], mask, given_mask=mask)
 
 
 def _by_rank(mask: Tensor) -> Batch:
-    """Rows as long as given, with the valid tokens brought to their beginning."""
+    """Rows as long as given, with the valid tokens moved to the beginning."""
     shape = (mask.shape[0], mask.shape[1])
     positions = torch.arange(shape[1], device=mask.device)[None]
     row_mask = positions < mask.sum(dim=-1, keepdim=True)

@@ -23,8 +23,10 @@ from .token_layout import positions_by_rank, token_ranks
 
 
 class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
+    """Predicts the next token, and generates as every model of Transformers does."""
+
     auto_names = ("AutoModelForCausalLM",)
-    # A state cannot be taken back: Transformers then refuses assisted decoding, by name.
+    # A state cannot go back to earlier tokens. With this attribute, Transformers refuses assisted decoding.
     _is_stateful = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -34,8 +36,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
     def __init__(self, config: BaseConfig):
         if not config.is_decoder:
             raise ValueError(
-                f"{type(self).__name__} predicts the next token, and its configuration describes an encoder, which "
-                f"sees it: use {type(config).__name__}(is_decoder=True)."
+                f"{type(self).__name__} predicts the next token, but its configuration describes an encoder, which "
+                f"sees that token: use {type(config).__name__}(is_decoder=True)."
             )
         super().__init__(config)
         self.add_base_model()
@@ -43,9 +45,11 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
+        """The output layer, for tying and resizing."""
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replaces the output layer."""
         self.lm_head = new_embeddings
 
     @can_return_tuple
@@ -69,13 +73,13 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
     ) -> tuple | CausalLMOutputWithPast:
         """
         Args:
-            labels: (B, N) int64, the tokens themselves: each is predicted by the valid token before it. -100 where
-                none is to be predicted; at padding, none is.
+            labels: (B, N) int64, the tokens themselves: each is predicted from the valid token before it. -100 for
+                tokens that are not predicted; padding never is.
             use_cache: whether to return the states to go on from; `config.use_cache` if None, but not while training.
-            logits_to_keep: logits of so many last tokens alone, or of the tokens at these places, (K,) int64; of all
-                if 0.
-            shift_labels: (B, N) int64, instead of labels: at each token what it is to predict, where the next token
-                is elsewhere (sequence parallelism).
+            logits_to_keep: compute the logits of the last tokens only, this many; or of the tokens at these positions,
+                (K,) int64. 0: of all tokens.
+            shift_labels: (B, N) int64, instead of labels: for each token the label that it predicts. For sequence
+                parallelism, where the next token may be on another device.
             seq_idx: (B, N) int64, for rows packed with several documents, see the base model; the first token of a
                 document is then not predicted.
             num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
@@ -132,7 +136,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
                 f"labels have shape {tuple(labels.shape)}, but must be (batch, length) = {tuple(states.shape[:2])}."
             )
         if not isinstance(logits_to_keep, int) or logits_to_keep:
-            raise ValueError("logits_to_keep keeps logits that labels need: leave out one of the two.")
+            raise ValueError("logits_to_keep drops logits that labels need: leave out one of the two.")
         require_labels(labels, self.config.vocab_size, "labels", "vocab_size")
 
     # ---- generation ----
@@ -147,8 +151,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in Transformers. Of the mask, the part of the tokens of this call alone is handed on, because the states
-        hold all that matters of those before, and nothing then grows with the sequence."""
+        """As in Transformers, but only the mask of this call's tokens is passed on: the states hold all that matters
+        of earlier tokens. So nothing grows with the sequence."""
         # GenerationMixin types its methods for a class of its own.
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,  # type: ignore[arg-type]
@@ -159,7 +163,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         )
         inputs["past_key_values"] = past_key_values
         tokens = inputs["inputs_embeds"] if inputs.get("inputs_embeds") is not None else inputs["input_ids"]
-        # A token that was generated is no padding.
+        # A generated token is never padding.
         if attention_mask is not None and (tokens.shape[1] > 1 or is_first_iteration):
             inputs["attention_mask"] = attention_mask[:, -tokens.shape[1] :].contiguous().to(tokens.device)
         return inputs
@@ -171,10 +175,11 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         model_kwargs: dict[str, Any],
         is_first_iteration: bool = True,
     ) -> CausalLMOutputWithPast:
-        """As in Transformers, which would ask a cache of attention keys for its length: the tokens of the prompt that
-        the cache has not seen, in parts of `prefill_chunk_size` if it is given.
+        """Reads the tokens of the prompt that the cache has not seen, in parts of `prefill_chunk_size` if it is given.
 
-        Raises ValueError for a prompt that does not go on where the cache has ended.
+        Transformers' own method would ask the cache for its length, which only a cache of keys has.
+
+        Raises ValueError for a prompt that does not continue where the cache has ended.
         """
         embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
         given = (input_ids if embeds is None else embeds).shape[1]
@@ -200,12 +205,12 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         return outputs
 
     def _first_new_token(self, given: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-        """The place in a prompt of `given` tokens of the first that the cache has not seen."""
+        """The index of the first token that the cache has not seen, in a prompt of `given` tokens."""
         seen = columns_seen(model_kwargs.get("past_key_values"))
         if seen == 0:
             return 0
         mask = model_kwargs.get("attention_mask")
-        # A mask of ones has been left out, and its length kept.
+        # Transformers drops a mask of ones, and keeps its length here.
         length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
         if length == given and given > seen:
             return seen
@@ -218,9 +223,9 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
 
 
 def next_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """At each valid token the label of the next valid one, (B, N), -100 elsewhere.
+    """For each valid token the label of the next valid token, (B, N); -100 elsewhere.
 
-    labels: (B, N) int64. attention_mask: (B, N or more, of which the last count), not 0 at valid tokens.
+    labels: (B, N) int64. attention_mask: (B, N) or longer, of which the last N columns count; not 0 at valid tokens.
     """
     if attention_mask is None:
         return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

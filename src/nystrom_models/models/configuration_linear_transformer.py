@@ -18,11 +18,11 @@ class LinearTransformerConfig(BaseConfig):
     `is_decoder=True` a causal model, which reads and writes with states of fixed size.
 
     Args:
-        is_decoder (`bool`, defaults to `False`): whether a token attends to those up to itself alone.
+        is_decoder (`bool`, defaults to `False`): causal attention: a token sees itself and the tokens before it.
         feature_map (`str` or `None`, defaults to `"elu"`): φ of queries and keys: `"elu"` (elu + 1, the paper's),
             `"relu"`, or `"hedgehog"`, learned for each head (softmax of ±Wx; Zhang et al. 2024, arXiv:2402.04347),
-            with twice as many features. `None`: exact softmax attention in the same model, to compare with; it has
-            no state of fixed size, so that a causal model then generates without a cache.
+            with twice as many features. `None`: exact softmax attention in the same model, to compare with. It has
+            no state of fixed size, so a causal model then generates without a cache.
         position_embedding_type (`str`, defaults to `"learned"`): `"learned"`, or `"sinusoidal"`, which has no longest
             sequence.
         max_position_embeddings (`int`, *optional*): the longest sequence, in tokens; if `None`, 512 with learned
@@ -30,14 +30,14 @@ class LinearTransformerConfig(BaseConfig):
         conv_kernel_size (`int` or `None`, defaults to `None`): odd kernel of a depthwise convolution of V along the
             tokens, which is added to the attention's output, as in a Nyströmformer; with `is_decoder=True`, of a
             token and those before it. `None` for none.
-        projected_dim (`int`, *optional*): of an encoder, slots that φ(K) and V are projected to along the tokens, by
-            one learned projection a layer, as in a Linformer. It costs time instead of saving it, and nothing keeps
-            the normaliser positive: it is here to be compared with.
+        projected_dim (`int`, *optional*): for encoders, the number of slots that φ(K) and V are projected to along the
+            tokens, by one learned projection for each layer, as in a Linformer. It costs time instead of saving it,
+            and nothing keeps the normaliser positive. It exists for comparison.
         layer_norm_position (`str`, *optional*): as in `BaseConfig`; if `None`, `"pre"` with `is_decoder=True`, else
             `"post"`.
         classifier_pooling (`str`, *optional*): as in `BaseConfig`; if `None`, `"last"` with `is_decoder=True`, else
             `"first"`.
-        attention_probs_dropout_prob (`float`, defaults to 0): must be 0, for there are no weights to drop.
+        attention_probs_dropout_prob (`float`, defaults to 0): must be 0: there are no attention weights to drop.
         use_cache (`bool`, *optional*): whether the causal model returns its states when it is not trained; if `None`,
             it does if it has states (`feature_map` is not `None`).
         The others: see `BaseConfig`.
@@ -83,6 +83,7 @@ class LinearTransformerConfig(BaseConfig):
         return self.is_decoder and self.feature_map is not None
 
     def validate_architecture(self) -> None:
+        """As `BaseConfig.validate_architecture`, with this family's own fields."""
         super().validate_architecture()
         if self.feature_map is not None:
             require_one_of("feature_map", self.feature_map, FEATURE_MAPS)
@@ -101,14 +102,14 @@ class LinearTransformerConfig(BaseConfig):
             )
         if self.attention_probs_dropout_prob:
             raise ValueError(
-                f"attention_probs_dropout_prob={self.attention_probs_dropout_prob} cannot be honoured, for linear "
-                "attention has no weights to drop: use 0, and hidden_dropout_prob."
+                f"attention_probs_dropout_prob={self.attention_probs_dropout_prob} cannot be honoured: linear "
+                "attention has no weights to drop. Use 0, and hidden_dropout_prob instead."
             )
         if self.projected_dim is None:
             return
         if self.is_decoder:
             raise ValueError(
-                f"projected_dim={self.projected_dim} mixes tokens with later ones: use None with is_decoder=True."
+                f"projected_dim={self.projected_dim} mixes tokens with later tokens: use None with is_decoder=True."
             )
         if self.max_position_embeddings is None or not 1 <= self.projected_dim <= self.max_position_embeddings:
             raise ValueError(

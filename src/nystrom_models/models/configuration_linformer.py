@@ -98,10 +98,12 @@ class LinformerConfig(BaseConfig):
 
     @property
     def has_projection_weights(self) -> bool:
+        """Whether projections are learned; pooling has no weights."""
         return self.projection_type in ("linear", "conv")
 
     @property
     def shares_projection_between_layers(self) -> bool:
+        """Whether the model has one projection for all layers."""
         return self.has_projection_weights and self.share_projection == "layerwise"
 
     def slot_size(self, layer_idx: int) -> int | None:

@@ -25,8 +25,8 @@ class NystromformerConfig(BaseConfig):
             tokens, which is added to the attention's output; `None` for none.
         pinv_iterations (`int`, defaults to 6): steps of the iterative pseudo-inverse (eq. 14).
         inv_coeff_init_option (`bool`, defaults to `False`): kept for Transformers' own class. Here the iteration
-            always starts from each matrix's own norm (the paper's rule): a start taken over the batch would make an
-            example depend on its batch mates.
+            always starts from each matrix's own norm (the paper's rule). A norm taken over the whole batch would make
+            the result of a row depend on the other rows.
         max_position_embeddings (`int`, defaults to 510): the longest sequence. The table of positions has two rows
             more: a row's first token has the position id 2, as in Transformers' own class and the published
             checkpoints, which leave rows 0 and 1 unused.
@@ -54,6 +54,7 @@ class NystromformerConfig(BaseConfig):
     inv_coeff_init_option: bool = False
 
     def validate_architecture(self) -> None:
+        """As `BaseConfig.validate_architecture`, with this family's own fields."""
         super().validate_architecture()
         require_odd_kernel(self.conv_kernel_size)
         landmarks = self.num_landmarks

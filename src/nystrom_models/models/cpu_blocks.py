@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer trips to memory on a CPU, where no gradients are wanted. Nothing here changes a result.
+"""Less memory traffic on a CPU, for calls without gradients. Nothing here changes a result.
 
-What is as large as a sequence, or larger, is computed in blocks of tokens: they stay in the caches and use each
-other's memory. Results are written over an input that nobody needs any more, because the system hands out large new
-memory slowly, page by page.
+Large tensors are computed in blocks of tokens, which stay in the caches and reuse each other's memory. Results
+overwrite an input that is not needed any more, because the system provides new memory slowly, page by page.
 """
 
 from collections.abc import Callable
@@ -17,14 +16,14 @@ BLOCK_TOKENS = 1024
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook could keep a state of this module or its parts, or Accelerate loads weights at each call."""
+    """Whether hooks could keep tensors of this module or its parts, or Accelerate loads weights at each call."""
     return _has_any_global_hook() or any(
         part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in module.modules()
     )
 
 
 def pays_in_blocks(states: Tensor, module: nn.Module) -> bool:
-    """Whether `overwrite_in_blocks` may be applied to states (..., C) with a function of this module, and pays."""
+    """Whether `overwrite_in_blocks` is allowed for states (..., C) with a function of this module, and saves time."""
     # With dropout, a checkpointed layer must draw the same numbers when it is computed again, with gradients.
     if torch.is_grad_enabled() or module.training or states.device.type != "cpu" or is_tracing(states):
         return False

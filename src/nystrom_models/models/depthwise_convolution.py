@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skip of Nyströmformer: each head's values, filtered along the tokens by a kernel of its own.
+"""The skip connection of Nyströmformer: the values of each head, filtered along the tokens by the head's own kernel.
 
 Legend: B batch, H heads, N tokens, D head size.
 """
@@ -23,19 +23,20 @@ _HAS_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 class DepthwiseConvolution(nn.Conv2d):
     """The convolution as a layer, with the kernel (H, 1, kernel, 1) of published checkpoints.
 
-    Its constructor is that of `nn.Conv2d`, because adapters make layers of the same class with other arguments.
+    It keeps the constructor of `nn.Conv2d`, because adapters make layers of the same class with other arguments.
     """
 
     @classmethod
     def of_heads(cls, num_heads: int, kernel_size: int) -> "DepthwiseConvolution":
+        """The layer for this many heads, with an odd kernel of this many tokens."""
         padding = (kernel_size // 2, 0)
         return cls(num_heads, num_heads, (kernel_size, 1), padding=padding, groups=num_heads, bias=False)
 
     def forward(self, value: Tensor, fused: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """value: (B, H, N, D), zero at padding -> the same shape.
 
-        fused: what computes the convolution together with something else, from the kernel: its result is returned.
-            Within this call the weight is where it is needed (offloaded, sharded), and hooks see it used.
+        fused: a function of the weight that computes the convolution together with something else; its result is
+            returned. During this call, offloaded or sharded weights are present, and hooks fire.
         """
         if fused is not None:
             return fused(self.weight)
@@ -47,7 +48,7 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
 
     Args:
         value: (B, H, N, D). weight: (H, 1, kernel, 1), kernel odd, shared by the D channels of a head.
-        mask: (B, N) bool; V counts as zero at invalid tokens. The filter goes by places, not by ranks.
+        mask: (B, N) bool; V counts as zero at invalid tokens. The filter uses places, not ranks.
 
     Returns: (B, H, N, D).
     """
@@ -61,9 +62,10 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
 
 
 def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
-    """The convolution on a CPU: V where it lies, as (B, N, H·D) channels last, several times as fast as head by head.
+    """The convolution on a CPU: V is read in its own layout, (B, N, H·D), channels last. This is several times as fast
+    as head by head.
 
-    Half precision that oneDNN lacks here is brought to float32, for what replaces oneDNN is slower by far.
+    Half precision that oneDNN lacks on this machine is converted to float32: without oneDNN it is much slower.
     """
     batch, heads, length, dim = value.shape
     dtype = value.dtype if value.dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
@@ -75,7 +77,8 @@ def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
 
 
 class _DepthwiseConvolution(torch.autograd.Function):
-    """`_filter_tokens` with a gradient: oneDNN's for the kernel is wrong from 35 taps on, by a tenth (torch 2.13)."""
+    """`_filter_tokens` with a gradient of its own: oneDNN's gradient for kernels of 35 tokens and more is wrong by a
+    tenth (torch 2.13)."""
 
     @staticmethod
     def forward(value: Tensor, weight: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
 
 
 def _multiply_in_place(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
-    """The sum of products in `_correlate`, (H, S, S + 2 reach), of blocks as they lie."""
+    """The sum of products in `_correlate`, (H, S, S + 2 reach), without copies of the blocks."""
     batch, heads, length, _ = value.shape
     products = value.new_zeros(heads, size, size + 2 * reach, dtype=torch.float32)
     for row, start in itertools.product(range(batch), range(0, length, size)):
@@ -125,7 +128,7 @@ def _multiply_in_place(gradient: Tensor, value: Tensor, size: int, reach: int) -
 
 
 def _multiply_in_graph(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
-    """The same for graphs: no loop over the length, but copies."""
+    """The same for graphs: copies instead of a loop over the length."""
     beyond = -value.shape[2] % size
     blocks = F.pad(gradient.float(), (0, 0, 0, beyond)).unflatten(2, (-1, size))
     windows = F.pad(value.float(), (0, 0, reach, reach + beyond)).unfold(2, size + 2 * reach, size)

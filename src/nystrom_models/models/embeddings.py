@@ -34,9 +34,9 @@ class Embeddings(nn.Module):
     ) -> Tensor:
         """inputs: token ids (B, N) or word embeddings (B, N, C). Returns states in the layout of the layers.
 
-        Where no `position_ids` are given, they count the valid tokens, so that padding on the left keeps them.
+        If `position_ids` are not given, the valid tokens are counted, so that padding on the left changes no position.
         """
-        # Words are looked up before they enter: what is hooked to that module (NEFTune's noise) goes by (B, N, C).
+        # Words are looked up in the shape as given: hooks on that module (NEFTune's noise) expect (B, N, C).
         words = self.word_embeddings(inputs) if inputs.dim() == 2 else inputs
         embeddings = batch.enter(words)
         if position_ids is None:
@@ -57,7 +57,7 @@ class Embeddings(nn.Module):
 
 class SinusoidalPositions(nn.Module):
     """Sines and cosines of the position, without parameters and without a longest sequence (Vaswani et al. 2017,
-    arXiv:1706.03762, section 3.5), as large as learned positions are at first.
+    arXiv:1706.03762, section 3.5), scaled to the size that learned positions have at the start of training.
     """
 
     def __init__(self, config: BaseConfig):
@@ -74,11 +74,12 @@ class SinusoidalPositions(nn.Module):
 
 
 def is_sinusoidal(config: BaseConfig) -> bool:
+    """Whether positions are sines and cosines instead of a learned table."""
     return getattr(config, "position_embedding_type", "learned") == "sinusoidal"
 
 
 def position_embeddings(config: BaseConfig) -> nn.Module:
-    """What embeds positions, by the family's `position_embedding_type`; a learned table if it has no such field."""
+    """The module for the family's `position_embedding_type`; a learned table if the family has no such field."""
     if is_sinusoidal(config):
         return SinusoidalPositions(config)
     return nn.Embedding(config.max_position_embeddings + config.first_position, config.hidden_size)

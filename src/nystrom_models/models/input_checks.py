@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses inputs that cannot be honoured, with an error that names what to change.
+"""Refuses wrong inputs, with an error that names what to change.
 
 Legend: B batch, N tokens, C hidden size.
 """
@@ -12,13 +12,13 @@ from torch import Tensor
 from .batch import depends_on_values
 from .configuration_base import BaseConfig
 
-# Arguments that Transformers' tools hand to any model, and that mean nothing to the base model.
+# Arguments that Transformers' tools pass to every model, and that the base model does not need.
 _IGNORED_ARGUMENTS = ("num_items_in_batch",)
 _DECODER_ARGUMENTS = ("cache_position", "encoder_hidden_states", "encoder_attention_mask", "is_causal")
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raises ValueError where a condition on values fails. On a GPU, asserts without waiting; in a graph, does not."""
+    """Raises ValueError if a condition on values fails. On a GPU it asserts without waiting; in a graph, nothing."""
     if not depends_on_values(condition):
         return
     if condition.device.type == "cpu":
@@ -39,7 +39,7 @@ def require_labels(labels: Tensor, size: int, name: str, field: str, ignore_inde
 
 
 def reject_arguments(name: str, arguments: dict[str, Any]) -> None:
-    """Raises for arguments that would be dropped by the model called `name`: a misspelt mask must not go unnoticed."""
+    """Raises for arguments that the model called `name` would ignore: a misspelt mask must not go unnoticed."""
     for argument, value in arguments.items():
         if argument in _IGNORED_ARGUMENTS:
             continue
@@ -65,9 +65,9 @@ def reject_cache(name: str, past_key_values: Any, use_cache: bool | None, is_dec
 
 
 def require_one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """The one of two inputs that is given; raises ValueError unless it is one."""
+    """The input that is given; raises ValueError unless exactly one of the two is."""
     if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("Give either input_ids or inputs_embeds: not both, and not neither.")
+        raise ValueError("Give either input_ids or inputs_embeds: exactly one of them.")
     return input_ids if input_ids is not None else inputs_embeds
 
 
@@ -81,7 +81,7 @@ def check_inputs(
 ) -> tuple[int, int]:
     """The batch size and length of inputs: token ids (B, N) or embeddings (B, N, C). Raises ValueError for others.
 
-    num_embeddings: rows of the table of words. seen: (B, 2) int64, the tokens before, which a cache has counted.
+    num_embeddings: rows of the table of words. seen: (B, 2) int64, the earlier tokens that a cache has counted.
     """
     if inputs.dim() not in (2, 3):
         raise ValueError(
@@ -92,8 +92,8 @@ def check_inputs(
     limit = config.max_position_embeddings
     if seen is not None and seen.shape[0] != batch:
         raise ValueError(
-            f"past_key_values holds the states of {seen.shape[0]} rows, but there are {batch}: give the cache of "
-            "these rows, or none."
+            f"past_key_values holds the states of {seen.shape[0]} rows, but there are {batch} rows: give the cache "
+            "of these rows, or none."
         )
     if limit is not None and length > limit:
         raise ValueError(
@@ -126,7 +126,7 @@ def check_inputs(
 
 
 def check_positions(positions: Tensor, limit: int) -> None:
-    """Raises ValueError for tokens (B, ...) that go on after those of a cache, and beyond the longest sequence."""
+    """Raises ValueError for tokens (B, ...) that continue a cache beyond the longest sequence."""
     require(
         (positions < limit).all(),
         f"With the tokens that past_key_values has seen, the sequence is longer than max_position_embeddings={limit}: "
@@ -135,24 +135,26 @@ def check_positions(positions: Tensor, limit: int) -> None:
 
 
 def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, output_attentions: bool) -> None:
-    """Raises ValueError for packed documents where they cannot be kept apart."""
+    """Raises ValueError for packed documents in calls that cannot keep them apart."""
     if seq_idx.shape != shape:
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, but must be (batch, length) = {shape}.")
     if has_cache or output_attentions:
         raise ValueError(
-            "seq_idx makes a row of each document, for which there is no cache and no map: use use_cache=False and "
-            "output_attentions=False, or one document a row."
+            "seq_idx makes a row of each document, for which there is no cache and no attention map: use "
+            "use_cache=False and output_attentions=False, or one document in each row."
         )
     if not depends_on_values(seq_idx):
-        raise ValueError("seq_idx is looked at, which a graph cannot do: call the model as it is, without compiling.")
+        raise ValueError(
+            "The values of seq_idx must be read, which a graph cannot do: call the model without compiling."
+        )
 
 
 def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: bool = False) -> Tensor | None:
     """The (B, N) bool mask of an `attention_mask` of ones and zeros of any dtype; None for None.
 
-    With a cache it may be longer than N: the tokens before come first, and are cut off.
+    With a cache it may be longer than N: the columns of earlier tokens come first, and are cut off.
 
-    Raises ValueError for a mask of another shape or of added scores.
+    Raises ValueError for a mask of another shape, or one that holds scores to be added.
     """
     if attention_mask is None:
         return None
@@ -160,12 +162,13 @@ def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: 
     if len(shape) != 2 or shape[0] != batch or not (shape[1] == length or (has_cache and shape[1] > length)):
         raise ValueError(
             f"attention_mask has shape {shape}, but must be (batch, length) = {(batch, length)}: 1 at tokens and 0 at "
-            "padding. Masks by pair of tokens, as causal ones, do not exist for this attention."
+            "padding. This attention takes no masks by pair of tokens, such as causal masks."
         )
     attention_mask = attention_mask[:, -length:]
     mask = attention_mask != 0
     if attention_mask.is_floating_point():
         require(
-            (attention_mask == mask).all(), "attention_mask must hold 1 at tokens and 0 at padding, not added scores."
+            (attention_mask == mask).all(),
+            "attention_mask must hold 1 at tokens and 0 at padding, not scores to be added.",
         )
     return mask

@@ -24,6 +24,7 @@ def activation(config: BaseConfig) -> nn.Module:
 
 
 def layer_norm(config: BaseConfig) -> nn.LayerNorm:
+    """A layer norm over the hidden size."""
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
@@ -73,6 +74,8 @@ class Intermediate(nn.Module):
 
 
 class TransformerLayer(GradientCheckpointingLayer):
+    """Attention, then feed-forward."""
+
     def __init__(self, config: BaseConfig, layer_idx: int, self_attention_class: type[SelfAttention]):
         super().__init__()
         self.chunk_size_feed_forward = config.chunk_size_feed_forward
@@ -83,7 +86,7 @@ class TransformerLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, batch: Batch) -> Tensor:
         hidden_states = self.attention(hidden_states, batch)
         if self.chunk_size_feed_forward:
-            # As many tokens as so many columns of the batch hold; the last chunk may have fewer.
+            # A chunk has as many tokens as this many columns of the batch; the last chunk may have fewer.
             size = self.chunk_size_feed_forward * (1 if batch.places is None else batch.rows[0])
             return torch.cat([self.feed_forward(chunk) for chunk in hidden_states.split(size, dim=1)], dim=1)
         if pays_in_blocks(hidden_states, self):
@@ -91,6 +94,7 @@ class TransformerLayer(GradientCheckpointingLayer):
         return self.feed_forward(hidden_states)
 
     def feed_forward(self, hidden_states: Tensor) -> Tensor:
+        """The feed-forward sub-layer, of any number of tokens."""
         return self.output(self.intermediate(hidden_states), hidden_states)
 
 
@@ -110,8 +114,8 @@ class LayerStack(nn.Module):
         self.gradient_checkpointing = False
 
     def plan(self, batch: Batch) -> object:
-        """What every layer's attention needs to know of the batch: a NamedTuple, or a dict, of tensors and functions,
-        or None."""
+        """What the attention of every layer needs to know about the batch: a NamedTuple, or a dict, of tensors and
+        functions, or None."""
         return None
 
     def forward(
@@ -119,7 +123,8 @@ class LayerStack(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """hidden_states in the layout of the batch.
 
-        Returns the last state (B, N, C), and if asked for all states, at the places as given and zero at padding.
+        Returns the last state (B, N, C) and, on request, all states, with tokens where they were given and zeros at
+        padding.
         """
         batch.plan = self.plan(batch)
         states = []
@@ -128,7 +133,7 @@ class LayerStack(nn.Module):
                 # Layers may lie on several devices.
                 batch = batch.to(hidden_states.device)
                 states.append(batch.leave(hidden_states))
-                # On through the state that is returned, so that gradients reach it.
+                # The next layer reads the state that is returned, so that gradients reach it.
                 hidden_states = batch.enter(states[-1])
             hidden_states = layer(hidden_states, batch)
         if self.LayerNorm is not None:

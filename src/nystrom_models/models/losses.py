@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of the heads, in float32 at least.
 
-`num_items_in_batch` is how Transformers' Trainer says by what a sum is divided: the labels that count in all batches
-of an optimizer step, on all devices. Without it, a mean over this batch.
+`num_items_in_batch` is what Transformers' Trainer wants a sum to be divided by: the number of labels that count in all
+batches of an optimizer step, on all devices. Without it, the loss is a mean over this batch.
 
 Legend: B batch, N tokens.
 """
@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 def without_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: int = IGNORED) -> Tensor:
-    """The labels (B, N) of tokens, none at padding: what stands there must not matter."""
+    """The labels (B, N) of tokens, with `ignore_index` at padding."""
     return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, ignore_index)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax attention over the valid keys, of which the attention of the families is made.
+"""Softmax attention over the valid keys, from which the families build their attention.
 
 Legend: B batch, H heads, N queries, K keys, D head size. A key mask is (B, K), or (B, H, K) where heads differ, bool,
 True at valid keys.
@@ -22,7 +22,7 @@ Attend = Callable[..., Tensor]
 
 
 def visible_keys(key_mask: Tensor | None) -> Tensor | None:
-    """(B, 1 or H, 1, K): the valid keys; in a row without any, all of them, so that attention stays finite."""
+    """(B, 1 or H, 1, K): the valid keys. In a row without a valid key, all keys, so that attention stays finite."""
     if key_mask is None:
         return None
     visible = key_mask | ~key_mask.any(dim=-1, keepdim=True)
@@ -102,7 +102,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain operations, with the signature of Transformers' `AttentionInterface`.
+    """`attend` in plain operations, with the signature of Transformers' `AttentionInterface`.
 
     attention_mask: (B, 1 or H, 1, K) bool, or None. Returns: context (B, N, H, D) and weights (B, H, N, K).
     """
@@ -112,9 +112,9 @@ def eager_attention_forward(
 
 
 def attend_by_name(module: nn.Module, implementation: str) -> Attend:
-    """`attend`, computed as an `attn_implementation` says: by a function of Transformers' `AttentionInterface`.
+    """A function like `attend`, for an `attn_implementation`: any function in Transformers' `AttentionInterface`.
 
-    module: the attention layer, which the function gets.
+    module: the attention layer, which is passed to that function.
     """
     if implementation == "sdpa":
         return attend

@@ -56,7 +56,7 @@ class BasePreTrainedModel(PreTrainedModel):
     """
 
     if TYPE_CHECKING:
-        # At run time, Transformers would take these for the configuration of every family.
+        # For type checkers only: at run time, Transformers would take these as the configuration of every family.
         config: BaseConfig
         config_class: type[BaseConfig]
 
@@ -66,17 +66,17 @@ class BasePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Embeddings", "TransformerLayer"]
     _input_embed_layer = "word_embeddings"
 
-    # What a family states about itself: its parts, and the name of the attention kernels made for it, if any.
+    # Set by each family: the classes of its parts, and the name of the attention kernels made for it, if any.
     self_attention_class: ClassVar[type[SelfAttention]]
     stack_class: ClassVar[type[LayerStack]] = LayerStack
     kernels: ClassVar[str | None] = None
-    # The Auto classes that give a class; and, of a family, the class that each Auto class gives.
+    # The Auto classes that give this class; and for a family, which class each Auto class gives.
     auto_names: ClassVar[tuple[str, ...]] = ()
     auto_classes: ClassVar[dict[str, type[PreTrainedModel]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Code travels with the checkpoints of a class that is registered, not with those of one derived from it.
+        # Checkpoints of a registered class carry their code. Those of a class derived from it do not.
         cls._auto_class = None
         if cls is cls.family():
             cls.auto_classes = {}
@@ -97,10 +97,10 @@ class BasePreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: BaseConfig, *args: Any, **kwargs: Any):
         wanted = self.config_class
-        # By what it states, not by its class: code that travels with a checkpoint is imported more than once.
+        # Compared by model_type and not by class: code that travels with a checkpoint is imported more than once.
         if config.model_type != wanted.model_type or not hasattr(config, "first_position"):
             raise TypeError(
-                f"{type(self).__name__} needs a {wanted.__module__}.{wanted.__name__}, and config is a "
+                f"{type(self).__name__} needs a {wanted.__module__}.{wanted.__name__}, but config is a "
                 f"{type(config).__module__}.{type(config).__name__}: make one by "
                 f"{wanted.__name__}.from_dict(config.to_dict())."
             )
@@ -111,7 +111,7 @@ class BasePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # Of a module that owns bare parameters, which Transformers does not know.
+        # Transformers does not know modules that own bare parameters: they initialise them by this method.
         initialize = getattr(module, "initialize_parameters", None)
         if initialize is not None:
             initialize()
@@ -129,7 +129,7 @@ class BasePreTrainedModel(PreTrainedModel):
         Raises ValueError for kernels of another family, and for this family's where they cannot run.
         """
         requested = self.kernels if requested_attention is None else requested_attention
-        # Kernels, unlike the functions of Transformers, can tell where they run.
+        # Our kernels, unlike the functions of Transformers, have a method that tells where they can run.
         why_not_here = getattr(ALL_ATTENTION_FUNCTIONS.get(requested), "why_not_here", None)
         if why_not_here is None:
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -143,6 +143,7 @@ class BasePreTrainedModel(PreTrainedModel):
     # ---- positions ----
 
     def get_position_embeddings(self) -> nn.Embedding:
+        """The table of learned positions."""
         embeddings: Any = self.base_model.embeddings
         return embeddings.position_embeddings
 
@@ -241,17 +242,17 @@ class BaseModel(BasePreTrainedModel):
         Args:
             input_ids: (B, N) int64, N at most `max_position_embeddings`. inputs_embeds: (B, N, C) instead.
             attention_mask: (B, N), 1 at tokens and 0 at padding, anywhere in a row; all tokens if None. With a cache
-                it may be longer than N: the tokens before come first, and do not matter any more.
+                it may be longer than N: the columns of earlier tokens come first, and are ignored.
             token_type_ids: (B, N) int64, the segment of each token; 0 if None.
-            position_ids: (B, N) int64, from `config.first_position` on; if None, they count the valid tokens, and go
-                on where a cache has ended.
+            position_ids: (B, N) int64, from `config.first_position` on. If None, the valid tokens are counted, from
+                where a cache has ended.
             output_attentions: return the N×N map of each head, which takes memory quadratic in N.
-            attention_rows: (R,) or (B, R) int64; with `output_attentions`, only the rows of the map of these tokens,
-                in memory linear in N.
-            past_key_values, use_cache: of causal families alone: the recurrent states to go on from, and whether to
-                return them; a new cache is made if there is none.
-            seq_idx: (B, N) int64, for rows packed with several documents: which document a token is of, a number for
-                each. No token sees another document, and positions count in each anew.
+            attention_rows: (R,) or (B, R) int64; with `output_attentions`, return only the rows of these tokens, in
+                memory linear in N.
+            past_key_values, use_cache: for causal families only: the recurrent states to continue from, and whether to
+                return them. A new cache is made if none is given.
+            seq_idx: (B, N) int64, for rows packed with several documents: the number of each token's document. No
+                token sees another document, and positions start anew in each document.
             output_token_places: for heads, see `BaseModelOutput`.
 
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
@@ -273,8 +274,8 @@ class BaseModel(BasePreTrainedModel):
         mask = key_mask(attention_mask, *shape, has_cache=cache is not None)
         if seen is not None and output_attentions:
             raise ValueError(
-                "output_attentions needs all tokens at once, and past_key_values holds but the sum of those before: "
-                "use use_cache=False."
+                "output_attentions needs all tokens at once, but past_key_values holds only a sum over earlier "
+                "tokens: use use_cache=False."
             )
         if seq_idx is not None:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
@@ -300,14 +301,14 @@ class BaseModel(BasePreTrainedModel):
         )
 
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
-        """The cache to go on with; a new one if a causal model is asked for one."""
+        """The cache to continue with; a new one if a causal model is asked for one."""
         if not self.config.has_states:
             reject_cache(type(self).__name__, past_key_values, use_cache, self.config.is_decoder)
             return None
         if use_cache is False:
             return None
         if self.training and self.encoder.gradient_checkpointing and (use_cache or past_key_values is not None):
-            logger.warning_once("use_cache=True does not go with gradient checkpointing: set to False.")
+            logger.warning_once("use_cache=True cannot be combined with gradient checkpointing: it is set to False.")
             return None
         if past_key_values is None:
             return DynamicCache(config=self.config) if use_cache else None
@@ -316,7 +317,7 @@ class BaseModel(BasePreTrainedModel):
 
 
 class Pooler(nn.Module):
-    """A state for a row, of its first token; in a causal model of its last, the only one that has seen all."""
+    """One state for each row: that of its first token; in a causal model of its last, which has seen all tokens."""
 
     def __init__(self, config: BaseConfig):
         super().__init__()

@@ -37,7 +37,7 @@ FEATURES = {"elu": elu_features, "relu": relu_features}
 
 
 class HedgehogFeatures(nn.Module):
-    """The learned feature map of each head; at first, W is the identity."""
+    """The learned feature map of each head. W starts as the identity."""
 
     def __init__(self, config: LinearTransformerConfig):
         super().__init__()
@@ -45,6 +45,7 @@ class HedgehogFeatures(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_attention_heads, dim, dim))
 
     def initialize_parameters(self) -> None:
+        """Sets W to the identity."""
         init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight))
 
     def forward(self, states: Tensor) -> Tensor:
@@ -53,6 +54,8 @@ class HedgehogFeatures(nn.Module):
 
 
 class LinearTransformerSelfAttention(SelfAttention):
+    """Linear attention of a layer: over all tokens, or causal."""
+
     def __init__(self, config: LinearTransformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.query_features = self.key_features = FEATURES.get(config.feature_map)
@@ -86,7 +89,7 @@ class LinearTransformerSelfAttention(SelfAttention):
             attention_map = linear_attention_map(query, key, mask, causal=causal, rows=rows)
             attention_map = batch.record(attention_map if matrix is None else attention_map @ matrix)
             if rows is None and self.is_eager and matrix is None:
-                # Through the map that is returned, so that gradients reach it.
+                # The context is computed from the map that is returned, so that gradients reach the map.
                 context = attention_map @ value
                 return context if skip is None else context + skip
         if self.config.is_decoder:
@@ -121,6 +124,8 @@ class LinearTransformerSelfAttention(SelfAttention):
 
 
 class LinearTransformerPreTrainedModel(BasePreTrainedModel):
+    """What all linear transformers share: configuration, initialisation, loading and saving."""
+
     config: LinearTransformerConfig
     config_class = LinearTransformerConfig
     base_model_prefix = "linear_transformer"
@@ -128,7 +133,7 @@ class LinearTransformerPreTrainedModel(BasePreTrainedModel):
     kernels = KERNELS
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """As the base class; the columns of projections are repeated or cut with the positions."""
+        """As in the base class. The columns of projections are repeated or cut as the positions are."""
         super().resize_position_embeddings(new_num_position_embeddings)
         for module in self.modules():
             if isinstance(module, SequenceProjection):

@@ -133,6 +133,8 @@ class LinformerStack(LayerStack):
 
 
 class LinformerPreTrainedModel(BasePreTrainedModel):
+    """What all Linformers share: configuration, initialisation, loading and saving."""
+
     config: LinformerConfig
     config_class = LinformerConfig
     base_model_prefix = "linformer"

@@ -24,6 +24,8 @@ KERNELS = "nystrom_triton"
 
 
 class NystromformerSelfAttention(SelfAttention):
+    """Nyström attention of a layer, with its convolution."""
+
     def attend(self, hidden_states: Tensor, batch: Batch) -> Tensor:
         query, key, value = (
             self.in_heads(project(hidden_states), batch) for project in (self.query, self.key, self.value)
@@ -40,7 +42,7 @@ class NystromformerSelfAttention(SelfAttention):
                 nystrom_attention_map(query, key, batch.mask, rows=batch.maps.rows, dropout_p=dropout_p, **options)
             )
             if self.is_eager and batch.maps.rows is None:
-                # Through the map that is returned, so that gradients reach it.
+                # The context is computed from the map that is returned, so that gradients reach the map.
                 skip = self.convolve(value, batch)
                 return attention_map @ value if skip is None else attention_map @ value + skip
         options["dropout_p"] = self.dropout
@@ -53,8 +55,10 @@ class NystromformerSelfAttention(SelfAttention):
 
 
 class NystromformerStack(LayerStack):
+    """Layers that share the positions of the landmarks' segments."""
+
     def plan(self, batch: Batch) -> dict[int, Segments]:
-        """The segments of padded rows by the number of landmarks; of numbers that make exact attention, none."""
+        """The segments of padded rows, by number of landmarks; none for numbers that make exact attention."""
         if batch.mask is None:
             return {}
         numbers = {number for number in self.config.landmarks_by_layer if number is not None}
@@ -64,6 +68,8 @@ class NystromformerStack(LayerStack):
 
 
 class NystromformerPreTrainedModel(BasePreTrainedModel):
+    """What all Nyströmformers share: configuration, initialisation, loading and saving."""
+
     config: NystromformerConfig
     config_class = NystromformerConfig
     base_model_prefix = "nystromformer"

@@ -13,8 +13,8 @@ def pool(hidden_states: Tensor, attention_mask: Tensor | None, pooling: str) -> 
 
     Args:
         attention_mask: (B, N), not 0 at valid tokens, wherever they lie; None for all valid.
-        pooling: "first" or "last", the state of that valid token; "mean", the mean over the valid tokens. A row
-            without any gives its first or last state, or zero.
+        pooling: "first" or "last": the state of that valid token; "mean": the mean over the valid tokens. A row
+            without a valid token gives its first or last state, or zero for the mean.
     """
     mask = None if attention_mask is None else (attention_mask != 0).to(hidden_states.device)
     if pooling == "mean":

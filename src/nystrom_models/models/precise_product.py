@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of small float32 matrices whose last bits matter, whatever PyTorch's settings say."""
+"""Products of small float32 matrices in full precision, whatever PyTorch's settings for TF32 are."""
 
 from typing import Any
 
@@ -21,7 +21,8 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 def split_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right as three products of factors that TF32 represents: the small parts' own product is dropped."""
+    """left @ right as three products of factors that TF32 represents exactly; the product of the two small parts is
+    dropped."""
     left_large, right_large = ((tensor.view(torch.int32) & _KEPT_BITS).view(torch.float32) for tensor in (left, right))
     small_parts = left_large @ (right - right_large) + (left - left_large) @ right_large
     return left_large @ right_large + small_parts

@@ -25,6 +25,8 @@ from .modeling_base import BaseModelOutput, BasePreTrainedModel
 
 
 class PredictionHeadTransform(nn.Module):
+    """The hidden layer of the MLM head: a linear layer, an activation, a norm."""
+
     def __init__(self, config: BaseConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
@@ -36,6 +38,8 @@ class PredictionHeadTransform(nn.Module):
 
 
 class LMPredictionHead(nn.Module):
+    """From hidden states to logits over the vocabulary."""
+
     def __init__(self, config: BaseConfig):
         super().__init__()
         self.transform = PredictionHeadTransform(config)
@@ -85,7 +89,7 @@ class ForPreTrainingOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
 
 
-# Bringing a token's logits to their place takes about as long as this many multiplications for each of them.
+# Copying a token's logits to their place takes about as long as this many multiplications for each logit.
 MULTIPLICATIONS_OF_A_COPY = 128
 
 
@@ -93,7 +97,7 @@ class BaseWithLMHead(BasePreTrainedModel):
     """What the two models that predict tokens share: output embeddings, tying, logits and loss."""
 
     cls: PretrainingHeads
-    # Without tied weights it would be a second bias, which nothing reads.
+    # Without tied weights, this key in a checkpoint is a second bias that nothing uses.
     _keys_to_ignore_on_load_unexpected = [r"cls\.predictions\.bias"]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -111,9 +115,11 @@ class BaseWithLMHead(BasePreTrainedModel):
             init.zeros_(module.bias)
 
     def get_output_embeddings(self) -> nn.Linear:
+        """The output layer, for tying and resizing."""
         return self.cls.predictions.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replaces the output layer, and the bias that is tied to it."""
         self.cls.predictions.decoder = new_embeddings
         if self.cls.predictions.bias is not None:
             self.cls.predictions.bias = new_embeddings.bias
@@ -125,8 +131,8 @@ class BaseWithLMHead(BasePreTrainedModel):
         labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The base model's outputs, labels (B, N) -> logits (B, N, V), or (counted labels, V) if sparse; those of
-        the order of segments; and the loss of the tokens."""
+        """From the base model's outputs and labels (B, N) to three results: the logits of tokens (B, N, V), or (number
+        of labels that count, V) with `sparse_prediction`; the logits of the sentence order; the loss of the tokens."""
         states, pooled = outputs.last_hidden_state, outputs.pooler_output
         ignore = self.config.sparse_pred_ignore_index
         if labels is not None:
@@ -143,7 +149,7 @@ class BaseWithLMHead(BasePreTrainedModel):
             states, labels = states.flatten(0, 1)[counted], labels.flatten()[counted]
         elif outputs.token_places is not None and self._pays_without_padding(outputs.token_places, states):
             shape, places = states.shape[:2], outputs.token_places.to(states.device)
-            # Padding has the logits of its state, which is zero: one more token.
+            # The state of padding is zero everywhere: one more token gives the logits of all padding.
             states = F.pad(states.flatten(0, 1).index_select(0, places), (0, 0, 0, 1))
             labels = None if labels is None else F.pad(labels.flatten()[places], (0, 1), value=ignore)
         logits, order = self.cls(states, pooled)
@@ -151,7 +157,7 @@ class BaseWithLMHead(BasePreTrainedModel):
         return logits if places is None else _at_all_places(logits, places, shape), order, loss
 
     def _pays_without_padding(self, places: Tensor, states: Tensor) -> bool:
-        """Whether the products that are saved at padding take longer than bringing all logits to their places."""
+        """Whether skipping the products at padding saves more time than copying all logits to their places costs."""
         padding = 1 - len(places) / states.shape[:2].numel()
         # The backward pass has two more products of the forward pass's size.
         products = 3 if torch.is_grad_enabled() else 1
@@ -166,6 +172,8 @@ def _at_all_places(logits: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
 
 
 class BaseForMaskedLM(BaseWithLMHead):
+    """Predicts masked tokens (MLM)."""
+
     auto_names = ("AutoModelForMaskedLM",)
 
     def __init__(self, config: BaseConfig):
@@ -190,7 +198,7 @@ class BaseForMaskedLM(BaseWithLMHead):
     ) -> tuple | MaskedLMOutput:
         """
         Args:
-            labels: (B, N) int64, the tokens to predict, -100 where none is; at padding, none is.
+            labels: (B, N) int64, the tokens to predict; -100 for tokens that are not predicted. Padding never is.
             num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
             The others: see the base model.
 
@@ -207,6 +215,8 @@ class BaseForMaskedLM(BaseWithLMHead):
 
 
 class BaseForPreTraining(BaseWithLMHead):
+    """Predicts masked tokens (MLM) and whether the two segments of a row are swapped (SOP)."""
+
     auto_names = ("AutoModelForPreTraining",)
 
     def __init__(self, config: BaseConfig):
@@ -232,10 +242,10 @@ class BaseForPreTraining(BaseWithLMHead):
     ) -> tuple | ForPreTrainingOutput:
         """
         Args:
-            labels: (B, N) int64, the tokens to predict, -100 where none is; at padding, none is.
+            labels: (B, N) int64, the tokens to predict; -100 for tokens that are not predicted. Padding never is.
             sentence_order_label: (B,) int64, 0 for segments in their order and 1 for swapped ones, as in ALBERT.
             num_items_in_batch: what the sum of the token loss is divided by; the labels that count in this batch if
-                None. The loss of the order then has this batch's share of them as its weight.
+                None. The sentence order loss is then weighted by this batch's share of those labels.
             The others: see the base model.
 
         Returns: `ForPreTrainingOutput`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of recurrent layers in Transformers' own cache, for causal families.
 
-By `layer_types` and `number_of_conv_states` of a configuration, `DynamicCache(config=config)` and `StaticCache` hold
-such states. Their size does not depend on the tokens seen.
+`DynamicCache(config=config)` and `StaticCache` make room for such states because the configuration has `layer_types`
+and `number_of_conv_states`. The size of the states does not depend on the number of tokens seen.
 
 States carry no gradient: a backward pass ends at the tokens of its own call.
 
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 
 class State(IntEnum):
-    """What is kept for a layer, by the number under which the cache keeps it."""
+    """What the cache keeps for a layer; the values are the cache's numbers for the states."""
 
     SUMS = 0  # of its attention
     TAPS = 1  # the last values, which its convolution will see again
@@ -33,7 +33,7 @@ def read_state(cache: Cache | None, layer_idx: int, state: State) -> Tensor | No
     if not layer.has_previous_state[state]:
         return None
     kept = layer.recurrent_states[state]
-    # The cache is written over, which a backward pass must not see.
+    # The cache will be overwritten, but a backward pass needs the old values.
     return kept.clone() if torch.is_grad_enabled() else kept
 
 
@@ -43,7 +43,7 @@ def write_state(cache: Cache | None, layer_idx: int, state: State, value: Tensor
         return
     layer: Any = cache.layers[layer_idx]
     if layer.device is None:
-        # Transformers does both for states of convolutions alone.
+        # Transformers sets both only when it writes states of convolutions.
         layer.device, layer.dtype = value.device, value.dtype
     layer.has_previous_state[state] = True
     cache.update_recurrent_state(value.detach(), layer_idx, int(state))
@@ -56,7 +56,7 @@ def columns_seen(cache: Cache | None) -> int:
 
 
 def add_tokens(cache: Cache, mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
-    """Count the tokens of a call: of rows of `shape`, those that a mask (B, N) calls valid; all if it is None."""
+    """Count the tokens of a call with rows of `shape`: the valid ones of a mask (B, N), or all if the mask is None."""
     batch, length = shape
     columns = torch.full((batch,), length, device=device)
     added = torch.stack([columns if mask is None else mask.sum(dim=-1), columns], dim=1)

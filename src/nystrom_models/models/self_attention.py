@@ -20,8 +20,8 @@ from .token_layout import merge_heads, split_heads
 class SelfAttention(nn.Module):
     """Projections to queries, keys and values, and a convolution of the values if the family's configuration has one.
 
-    A module that owns parameters is called, never read: adapters, offload, quantization, sharding and hooks all hang
-    on the call.
+    A module that owns parameters is called, and its weights are not read from outside: adapters, offloading,
+    quantization, sharding and hooks all work through the call.
     """
 
     def __init__(self, config: BaseConfig, layer_idx: int):
@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
     def forward(self, hidden_states: Tensor, batch: Batch) -> Tensor:
         """hidden_states, in the layout of the batch: (B, N, C) or (1, T, C) -> context, in the same layout.
 
-        A map that the batch asks for is recorded there.
+        If the batch asks for attention maps, the map is recorded in the batch.
         """
         batch = batch.to(hidden_states.device)
         return batch.from_rows(merge_heads(self.attend(hidden_states, batch)))
@@ -58,11 +58,11 @@ class SelfAttention(nn.Module):
             return None
         value = self.without_padding(value, batch)
         skip = self.convolve_causally(value, batch) if self.config.is_decoder else self.conv(value)
-        # The attention may be written over it, which nobody must see who keeps what a hook was given.
+        # The attention may overwrite it, but a hook may have kept a reference to it.
         return skip.clone() if has_hooks(self.conv) else skip
 
     def convolve_causally(self, value: Tensor, batch: Batch) -> Tensor:
-        """The convolution of a causal family: the last tap lies on the token itself.
+        """The convolution of a causal family: a token sees itself and the tokens before it.
 
         value: (B, H, N, D), zero at padding, which comes last. The last values are kept in the batch's cache.
         """
@@ -81,7 +81,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def without_padding(value: Tensor, batch: Batch) -> Tensor:
-        """Values (B, H, N, D) with zeros at padding; packed ones have them already."""
+        """Values (B, H, N, D) with zeros at padding; packed values have them already."""
         if batch.mask is None or batch.places is not None:
             return value
         return value.masked_fill(~batch.mask[:, None, :, None], 0)
@@ -93,8 +93,10 @@ class SelfAttention(nn.Module):
 
     @property
     def is_eager(self) -> bool:
+        """Whether attention is computed in plain operations."""
         return self.config._attn_implementation == "eager"
 
     @property
     def dropout(self) -> float:
+        """Dropout of attention weights: 0 in evaluation mode."""
         return self.dropout_p if self.training else 0.0

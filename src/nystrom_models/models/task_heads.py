@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads that models are fine-tuned with: classes of sequences and of tokens, answers, choices.
+"""Heads for fine-tuning: sequence and token classification, question answering, multiple choice.
 
 Legend: B batch, N tokens, C hidden size.
 """
@@ -25,6 +25,8 @@ from .pooling import pool
 
 
 class ClassificationHead(nn.Module):
+    """Pooled states (B, C) -> logits (B, num_labels), through one hidden layer."""
+
     def __init__(self, config: BaseConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
@@ -38,10 +40,13 @@ class ClassificationHead(nn.Module):
 
 
 def classifier_dropout(config: BaseConfig) -> float:
+    """Dropout of classification heads: `classifier_dropout`, or `hidden_dropout_prob` if that is None."""
     return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
 
 
 class BaseForSequenceClassification(BasePreTrainedModel):
+    """One class, one number or several labels for each sequence."""
+
     auto_names = ("AutoModelForSequenceClassification",)
 
     def __init__(self, config: BaseConfig):
@@ -68,8 +73,8 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         """
         Args:
             labels: (B,) int64 classes; (B,) or (B, num_labels) floats for regression; (B, num_labels) floats of 0 and
-                1 for several labels at once. Which one, `config.problem_type` says; if it is None, the labels' dtype
-                and `num_labels` do, at every call anew.
+                1 for several labels at once. `config.problem_type` says which of these it is. If it is None, the
+                labels' dtype and `num_labels` decide, in each call.
             num_items_in_batch: what the sum of the loss is divided by; the labels of this batch if None.
             The others: see the base model.
 
@@ -104,6 +109,8 @@ class BaseForSequenceClassification(BasePreTrainedModel):
 
 
 class BaseForTokenClassification(BasePreTrainedModel):
+    """One class for each token."""
+
     auto_names = ("AutoModelForTokenClassification",)
 
     def __init__(self, config: BaseConfig):
@@ -149,6 +156,8 @@ class BaseForTokenClassification(BasePreTrainedModel):
 
 
 class BaseForQuestionAnswering(BasePreTrainedModel):
+    """The first and the last token of an answer within the sequence."""
+
     auto_names = ("AutoModelForQuestionAnswering",)
 
     def __init__(self, config: BaseConfig):
@@ -206,7 +215,7 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
         if attention_mask is not None:
-            # Padding is no candidate: the loss must not depend on how much of it there is.
+            # Padding cannot be the answer: the loss must not depend on the amount of padding.
             logits = logits.masked_fill(attention_mask.to(logits.device) == 0, torch.finfo(logits.dtype).min)
         positions = positions.flatten()
         outside = (positions < 0) | (positions >= logits.shape[1])
@@ -214,6 +223,8 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
 
 
 class BaseForMultipleChoice(BasePreTrainedModel):
+    """A score for each of several choices; each choice is a sequence."""
+
     auto_names = ("AutoModelForMultipleChoice",)
 
     def __init__(self, config: BaseConfig):

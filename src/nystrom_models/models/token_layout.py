@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the valid tokens of a padded batch lie, and states of tokens brought from one place to another.
+"""Places and ranks of the valid tokens of a padded batch, and copies of their states between the two orders.
 
 Legend: B batch, N tokens of a row, H heads, D head size, T valid tokens of a batch. A mask is (B, N), bool, True at
 valid tokens, which may lie anywhere in a row. The rank of a valid token is its number, from 0, among the valid tokens
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 def token_ranks(mask: Tensor) -> Tensor:
-    """(B, N) int64: at a valid token its rank; at an invalid one that of the last valid token before it, or 0."""
+    """(B, N) int64: for a valid token its rank; for others the rank of the last valid token before them, or 0."""
     return (mask.long().cumsum(dim=-1) - 1).clamp_min(0)
 
 

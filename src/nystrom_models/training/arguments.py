@@ -18,7 +18,7 @@ from .selection import Goal
 
 @dataclass(kw_only=True)
 class DataArguments:
-    """Where data come from: the Hub, or files."""
+    """The data: from the Hub, or from files."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
@@ -54,7 +54,7 @@ class DataArguments:
         return self.dataset_name, self.dataset_config_name
 
     def data_source(self) -> str:
-        """Where the data come from, for a reader elsewhere: without folders of this machine."""
+        """The name of the data for readers elsewhere: without folders of this machine."""
         name, config = self.hub_dataset()
         if name is not None:
             return f"{name} ({config})" if config else name
@@ -63,7 +63,7 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class RunArguments(CheckpointArguments):
-    """How a training run goes, and what it leaves."""
+    """How a run trains, evaluates, logs and uploads."""
 
     output_dir: str = field(metadata={"help": "Everything is written here."})
     seed: int = field(default=0, metadata={"help": "Seed of initial weights, dropout, masks, samples and order."})
@@ -160,7 +160,7 @@ class RunArguments(CheckpointArguments):
         if self.push_to_hub and self.hub_model_id is None:
             self.hub_model_id = Path(self.output_dir).resolve().name
         if not self.push_to_hub and self.hub_model_id is not None:
-            raise ValueError("--hub_model_id names where to upload to: give --push_to_hub, too.")
+            raise ValueError("--hub_model_id names the repository to upload to: also give --push_to_hub.")
 
     @property
     def eval_every(self) -> int | Literal["epoch"] | None:
@@ -168,11 +168,11 @@ class RunArguments(CheckpointArguments):
         return {"no": None, "steps": self.eval_steps, "epoch": "epoch"}[self.eval_strategy]
 
     def goal(self, default: str) -> Goal:
-        """What "better" means in this run; `default` is the task's metric."""
+        """The metric of this run, and whether more of it is better; `default` is the task's metric."""
         return Goal.of(self.metric_for_best_model or default, self.greater_is_better)
 
     def loader_options(self) -> dict[str, Any]:
-        """Arguments of loaders that keep the device fed."""
+        """Arguments of data loaders: worker processes and pinned memory."""
         gpu = torch.accelerator.is_available()
         workers = self.dataloader_num_workers
         return {
@@ -182,8 +182,8 @@ class RunArguments(CheckpointArguments):
 
 
 def read_recipe(path: str | os.PathLike) -> list[str]:
-    """The flags in a file, as they would be typed; `#` begins a comment. A value that begins with ./ or ../ is a path
-    beside the recipe, wherever it is used from.
+    """The flags in a file, written as in a shell; `#` begins a comment. A value that begins with ./ or ../ is a path
+    relative to the recipe, not to the current folder.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -198,15 +198,15 @@ def read_recipe(path: str | os.PathLike) -> list[str]:
 def parse_arguments(
     types: Sequence[type], args: Sequence[str] | None = None, description: str | None = None
 ) -> tuple[Any, ...]:
-    """Dataclasses from a command line, in which `--recipe FILE` stands for the flags in a file.
+    """Dataclasses from a command line, in which `--recipe FILE` is replaced by the flags in a file.
 
-    Flags given beside it take precedence, so that a recipe may be tried at another size. (`HfArgumentParser` reads
-    files of flags, too, but without comments, quotes and places of their own.)
+    Flags given beside it take precedence, so that a recipe can be tried at another size. (`HfArgumentParser` also
+    reads files of flags, but without comments, quotes and relative paths.)
 
     Args:
-        types: dataclasses, no two of which have a field of one name.
-        args: the command line; that of the process if None.
-        description: what `--help` begins with.
+        types: dataclasses, whose fields all have different names.
+        args: the command line; the process's own if None.
+        description: the first lines of `--help`.
 
     Raises:
         FileNotFoundError: if there is no such recipe.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a training run: complete or absent, checked before they are used, and each a model by itself."""
+"""Checkpoints of a training run: complete or absent, checked before use, and each a model that can be loaded."""
 
 import json
 import os
@@ -27,7 +27,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class CheckpointArguments:
-    """When a run is saved, and from where it goes on."""
+    """When checkpoints are saved, and from which one a run resumes."""
 
     output_dir: str = field(default="outputs", metadata={"help": "Everything is written here."})
     checkpointing_steps: int | None = field(
@@ -51,11 +51,13 @@ class CheckpointArguments:
             if value is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
         if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
-            raise ValueError("--overwrite_output_dir begins anew, --resume_from_checkpoint goes on: give one of them.")
+            raise ValueError(
+                "--overwrite_output_dir starts again, --resume_from_checkpoint resumes: give one of them."
+            )
 
 
 def _sync(path: Path) -> None:
-    """Waits until what was written to a file or folder is on the disk."""
+    """Waits until a file or folder has been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -64,7 +66,7 @@ def _sync(path: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None: every file must be there with the content that was written."""
+    """What is wrong with a checkpoint; None if every file has the content that was written."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -87,13 +89,13 @@ def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def make_way(args: CheckpointArguments, remove: bool = True) -> None:
-    """Makes sure that a fresh start meets no checkpoints of an earlier run, which would later be taken for its own.
+    """Makes sure that a new run finds no checkpoints of an earlier run, which it could later mistake for its own.
 
     Args:
         remove: whether this process removes them, with `--overwrite_output_dir`.
 
     Raises:
-        ValueError: if there are some, and neither to go on from nor to be removed.
+        ValueError: if there are checkpoints and the flags neither resume from them nor remove them.
     """
     found = list_checkpoints(args.output_dir)
     if args.resume_from_checkpoint is not None and (found or args.resume_from_checkpoint != "latest"):
@@ -101,7 +103,7 @@ def make_way(args: CheckpointArguments, remove: bool = True) -> None:
     if found and not args.overwrite_output_dir:
         raise ValueError(
             f"--output_dir {args.output_dir} holds checkpoints of an earlier run, {', '.join(p.name for p in found)}. "
-            "Go on with it (--resume_from_checkpoint latest), remove them (--overwrite_output_dir), or give another "
+            "Resume it (--resume_from_checkpoint latest), remove them (--overwrite_output_dir), or give another "
             "--output_dir."
         )
     if remove:
@@ -110,16 +112,16 @@ def make_way(args: CheckpointArguments, remove: bool = True) -> None:
 
 
 def remove_checkpoints(output_dir: str | os.PathLike) -> None:
-    """Removes what a run keeps to go on from, and the best model that it kept aside."""
+    """Removes the checkpoints of a run and its best model."""
     for path in (*list_checkpoints(output_dir), Path(output_dir, BEST)):
         _remove(path)
 
 
 def find_checkpoint(args: CheckpointArguments) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` means; None to start anew.
+    """The checkpoint that `resume_from_checkpoint` names; None to start from the beginning.
 
-    `"latest"` takes the newest whole one, with a warning that names each damaged one before it, and starts anew where
-    there is none.
+    `"latest"` is the newest complete checkpoint. A warning names each newer one that is damaged. Without any
+    checkpoint, the run starts from the beginning.
 
     Raises:
         FileNotFoundError: if a named folder does not exist.
@@ -145,12 +147,12 @@ def find_checkpoint(args: CheckpointArguments) -> Path | None:
         problems.append(problem)
         warnings.warn(f"{problem}. Taking the checkpoint before it.", stacklevel=2)
     if problems:
-        raise ValueError("No whole checkpoint is left: " + "; ".join(problems) + ". Remove them to start anew.")
+        raise ValueError("No complete checkpoint is left: " + "; ".join(problems) + ". Remove them to start again.")
     return None
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """Where the run stood that saved a checkpoint."""
+    """The position of the run when it saved a checkpoint."""
     return json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
 
 
@@ -163,16 +165,16 @@ def save_checkpoint(
 ) -> Path:
     """Saves model, optimizer and random state as `checkpoint-{step}`; called by all processes.
 
-    It is written aside, synced, and renamed: whatever happens, a folder of that name is whole. Afterwards the oldest
-    beyond `checkpoints_total_limit` are removed.
+    It is written to a temporary folder, synced, and renamed, so that a folder of that name is always complete. Then
+    the oldest checkpoints beyond `checkpoints_total_limit` are removed.
 
     Args:
-        progress: JSON values that say where the run stands, of the main process.
+        progress: the position of the run as JSON values, from the main process.
         save_model: writes the model as `from_pretrained` loads it; called by all processes.
 
     Raises:
         FloatingPointError: if a weight is not finite.
-        OSError: if it cannot be written, for example because the disk is full; the checkpoints before it stay.
+        OSError: if it cannot be written, for example because the disk is full. Earlier checkpoints stay.
     """
     output_dir = Path(args.output_dir)
     final = output_dir / f"checkpoint-{step}"
@@ -181,7 +183,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    # The weights are in the model's folder; those that are divided among processes are also saved as they lie.
+    # `save_model` saves the weights; sharded weights are also saved by Accelerate, in parts.
     hook = accelerator.register_save_state_pre_hook(lambda models, states, folder: states.clear())
     try:
         save_model(partial)
@@ -198,19 +200,19 @@ def save_checkpoint(
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
             _sync(partial / MANIFEST)
             _sync(partial)
-            _remove(final)  # of a run that was resumed from before it
+            _remove(final)  # left by a run that was resumed from an earlier step
             partial.rename(final)
             _sync(output_dir)
     except FloatingPointError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     except Exception as error:
-        # Whatever library wrote the file that failed, the reader is told what it means and what is left.
+        # Any library may have failed to write: say what it means for the run, and which checkpoints are left.
         shutil.rmtree(partial, ignore_errors=True)
         kept = list_checkpoints(output_dir)
         raise OSError(
-            f"Saving {final} failed: {error}. {f'{kept[-1]} is whole' if kept else 'No checkpoint was saved before'}. "
-            "Make room in --output_dir, and go on with --resume_from_checkpoint latest."
+            f"Saving {final} failed: {error}. {f'{kept[-1]} is complete' if kept else 'There is no earlier one'}. "
+            "Make room in --output_dir, and resume by --resume_from_checkpoint latest."
         ) from error
     finally:
         hook.remove()
@@ -237,12 +239,12 @@ class BestModel:
         self.accelerator, self.folder, self.save_model = accelerator, Path(output_dir, BEST), save_model
 
     def step(self) -> int | None:
-        """The step whose model is kept."""
+        """The step of the saved model; None if there is none."""
         path = self.folder / "best.json"
         return json.loads(path.read_text())["step"] if path.is_file() else None
 
     def save(self, model: nn.Module, **why: Any) -> None:
-        """Keeps a prepared model in place of the one before, and JSON values that say why, its `step` among them."""
+        """Saves a prepared model in place of the previous best one, with JSON values such as its `step`."""
         partial = self.folder.with_name(f".{BEST}.partial")
         self.save_model(model, partial)
         if self.accelerator.is_main_process:
@@ -252,12 +254,12 @@ class BestModel:
         self.accelerator.wait_for_everyone()
 
     def load(self, model: nn.Module) -> None:
-        """Loads what is kept into the prepared model."""
+        """Loads the saved weights into the prepared model."""
         load_weights(bare_model(self.accelerator, model), self.folder)
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, or a folder of which no part remains under its name at any moment."""
+    """Removes a file; or a folder, which is renamed first, so that no incomplete folder ever has its name."""
     if path.is_dir():
         aside = path.with_name(f".{path.name}.removed")
         shutil.rmtree(aside, ignore_errors=True)
@@ -268,8 +270,8 @@ def _remove(path: Path) -> None:
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Loads the weights, the optimizer's and the random state that [`save_checkpoint`] saved, into what `accelerator`
-    prepared. On other processes than those that saved it, random states are left as they are."""
+    """Loads the weights, the optimizer state and the random state of a checkpoint into the objects that `accelerator`
+    has prepared. If the number of processes has changed, additional processes keep their random states."""
 
     def load_models(models: list, folder: str) -> None:
         while models:

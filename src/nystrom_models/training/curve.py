@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training curves, of one run or of several side by side."""
+"""Training curves of one run, or of several runs in one picture."""
 
 import math
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .results import read_json_lines
 
-# Beside the figures that are plotted; `learning_rate` and `tokens_per_second` are no measure of the model.
+# Labels of the figures that are plotted. `learning_rate` and `tokens_per_second` do not measure the model.
 _LABELS = {"loss": "loss", "accuracy": "accuracy", "mlm_loss": "MLM loss", "sop_loss": "SOP loss"}
 _LABELS |= {"mlm_accuracy": "MLM accuracy", "sop_accuracy": "SOP accuracy"}
 _HELD_OUT = "eval_"
@@ -31,7 +31,7 @@ def plot_history(histories: Mapping[str, Sequence[Mapping[str, float]]], path: s
     """Draws losses and accuracies over the steps: a line for training, dots for held-out data.
 
     Args:
-        histories: the logged figures of runs, by the name that each is shown under.
+        histories: the logged figures of each run, by the name shown for it.
         path: a .png, .svg or .pdf file.
 
     Raises:
@@ -39,7 +39,7 @@ def plot_history(histories: Mapping[str, Sequence[Mapping[str, float]]], path: s
         ValueError: if nothing was logged.
     """
     try:
-        from matplotlib.figure import Figure  # a run trains without it
+        from matplotlib.figure import Figure  # training does not need it
     except ImportError as error:
         raise ImportError("matplotlib is needed to draw: pip install matplotlib.") from error
     found = {name.removeprefix(_HELD_OUT) for history in histories.values() for row in history for name in row}
@@ -54,7 +54,7 @@ def plot_history(histories: Mapping[str, Sequence[Mapping[str, float]]], path: s
         for color, (label, history) in enumerate(histories.items()):
             steps, values = _series(history, name)
             held_out = _series(history, _HELD_OUT + name)
-            # Means over few steps are noisy: what is held out stands before them.
+            # Means over few steps are noisy: they are drawn paler than held-out figures.
             alpha = 0.4 if held_out[0] else 1.0
             axes.plot(steps, values, color=f"C{color}", linewidth=1, alpha=alpha, label=label if steps else None)
             if held_out[0]:

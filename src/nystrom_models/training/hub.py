@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upload of runs to the Hub: asked for before anything is trained, and given what was asked for."""
+"""Upload of runs to the Hub. The repository is made before training, so that a refused token shows at once."""
 
 import os
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 # Models, tokenizer, code, card, results and plots lie at the top; checkpoints and logs in folders. Hidden files are
 # never uploaded.
 IGNORED = ["*/*", ".*"]
-# What a checkpoint has besides a model.
+# Files of a checkpoint that do not belong to its model.
 IGNORED_OF_CHECKPOINTS = [*IGNORED, "optimizer*", "scaler*", "random_states_*", "manifest.json", "progress.json"]
 
 
 @contextmanager
 def _clear_errors(hub_model_id: str, what: str) -> Iterator[None]:
-    """Says what to do where the Hub refuses."""
+    """Turns errors of the Hub into errors that say what to do."""
     try:
         yield
     except HFValidationError as error:
-        raise ValueError(f"--hub_model_id {hub_model_id!r} is no name of a repository: {error}") from error
+        raise ValueError(f"--hub_model_id {hub_model_id!r} is not a name of a repository: {error}") from error
     # The client reports a large file that failed as a RuntimeError, with its reason as the cause.
     except (HTTPError, ConnectionError, RuntimeError) as error:
         reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
@@ -46,9 +46,9 @@ def create_repository(hub_model_id: str, token: str | None = None, private: bool
     """Makes sure that there is a repository to upload to, and returns its whole name.
 
     Args:
-        hub_model_id: "user/name", or "name" of the token's user.
-        token: with write access; if None, that of `HF_TOKEN` or of `hf auth login`.
-        private: whether a new repository is private; if not, the Hub's default for the user holds.
+        hub_model_id: "user/name", or "name" for the token's own user.
+        token: a token with write access; if None, that of `HF_TOKEN` or of `hf auth login`.
+        private: whether a new repository is private; if not, the Hub's default for the user applies.
 
     Raises:
         ValueError: if `hub_model_id` is no name of a repository.
@@ -67,15 +67,15 @@ def push(
     commit_message: str = "Upload of a finished run",
     ignore_patterns: list[str] | None = None,
 ) -> str:
-    """Uploads the files of a run, which are left as they are; a repository that exists is added to.
+    """Uploads the files of a run to a new or an existing repository. The local files do not change.
 
-    Files in sub-folders, which are checkpoints and logs, and hidden ones stay.
+    Hidden files and files in sub-folders (checkpoints, logs) are not uploaded.
 
     Args:
-        output_dir: of a run that saved its model.
-        hub_model_id, token, private: of [`create_repository`].
-        commit_message: of the commit.
-        ignore_patterns: files that stay; `IGNORED` by default.
+        output_dir: the folder of a run that saved its model.
+        hub_model_id, token, private: see [`create_repository`].
+        commit_message: message of the commit.
+        ignore_patterns: files that are not uploaded; `IGNORED` by default.
 
     Returns:
         The commit's address.

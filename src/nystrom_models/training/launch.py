@@ -26,30 +26,30 @@ def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int
 
 
 def _dropped_processes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` was told several processes and started one, as it does on CPUs without MPI: then it
-    names a place for processes to meet, but not how many there are."""
+    """Whether `accelerate launch` was asked for several processes and started one, as it does on CPUs without MPI.
+    Then it sets a port for processes to meet, but not their number."""
     launched = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment
     return launched and not any(name in environment for name in _SIZES)
 
 
-# How a launch asks for sharded training, and what Accelerate calls it where it does it.
+# Environment variables that ask for sharded training, and Accelerate's type of it.
 _SHARDING = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
 
 
 def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Accelerator:
-    """An `Accelerator` as [`train`] needs it, over all processes that were launched; `options` are passed on.
+    """An `Accelerator` for [`train`], over all processes that were launched; `options` are passed to it.
 
-    Where there is no accelerator device, several processes share the CPU, by gloo or MPI: Accelerate by itself would
+    On machines without a GPU, several processes work together on the CPU, by gloo or MPI. Accelerate by itself would
     let each of them train alone.
 
     Raises:
-        RuntimeError: if the processes that were launched do not find each other, if `accelerate launch` started fewer
-            than it was told, or if weights are to be sharded where Accelerate shards none.
+        RuntimeError: if the launched processes do not find each other, if `accelerate launch` started fewer processes
+            than requested, or if weights should be sharded where Accelerate does not shard.
     """
     if _dropped_processes() and not PartialState._shared_state:
         raise RuntimeError(
-            "`accelerate launch` was told several processes, but started only this one: on CPUs it starts several by "
-            "MPI (--mpirun_hostfile) alone. Please use torchrun --nproc_per_node N, or --num_processes 1."
+            "`accelerate launch` was asked for several processes, but started only this one: on CPUs it starts "
+            "several only by MPI (--mpirun_hostfile). Please use torchrun --nproc_per_node N, or --num_processes 1."
         )
     size, variable = launched_processes()
     sharding = [kind for name, kind in _SHARDING.items() if os.environ.get(name, "").lower() == "true"]
@@ -58,7 +58,7 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
         if any(os.environ.get(name) == str(size) for name in _LOCAL_SIZES):
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     accelerator = Accelerator(
-        # Micro-batches are counted by the loop; a step may have any number of them.
+        # The loop counts micro-batches itself: a step may have any number of them.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         mixed_precision=mixed_precision,
         cpu=cpu,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop, one for pretraining and fine-tuning."""
+"""The training loop, for pretraining and fine-tuning alike."""
 
 import json
 import math
@@ -39,25 +39,25 @@ from .signals import Signals
 
 @dataclass
 class Evaluation:
-    """When and how a run is evaluated, and what follows from it."""
+    """When and how a run is evaluated, and whether it keeps the best model or stops early."""
 
     function: Callable[[nn.Module], Mapping[str, float]]  # the held-out figures of the prepared model
     every: int | Literal["epoch"] | None = None  # optimizer steps
-    goal: Goal | None = None  # what "better" means; needed for what follows
-    best_model: BestModel | None = None  # keeps the best model so far
-    patience: int | None = None  # end after so many evaluations that were not better
-    threshold: float = 0.0  # by how much they must be
+    goal: Goal | None = None  # metric and direction; needed for the fields below
+    best_model: BestModel | None = None  # saves the best model so far
+    patience: int | None = None  # stop after this many evaluations without an improvement
+    threshold: float = 0.0  # smallest change that counts as an improvement
 
 
 @dataclass
 class TrainingState:
-    """Where a training run stands. Figures are over all processes."""
+    """The position and the figures of a training run, over all processes."""
 
     model: nn.Module  # as prepared by Accelerate
     step: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    skipped_steps: int = 0  # whose loss or gradient was not finite
+    skipped_steps: int = 0  # steps whose loss or gradient was not finite
     history: list[dict[str, float]] = field(default_factory=list)
     best: Best = field(default_factory=Best)
     interrupted: bool = False  # by a signal, before its last step
@@ -65,11 +65,11 @@ class TrainingState:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens trained on a second, padding not counted."""
+        """Tokens trained on in a second, without padding."""
         return self.num_tokens / self.seconds if self.seconds else math.nan
 
     def figures(self) -> dict[str, float]:
-        """What `all_results.json` says of the training."""
+        """The figures of the training for `all_results.json`."""
         figures = {"steps": self.step, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
         if self.skipped_steps:
             figures["skipped_steps"] = self.skipped_steps
@@ -82,7 +82,7 @@ def steps_per_epoch(loader: TrainingLoader, num_processes: int = 1) -> int:
     """Optimizer steps, rounded up, of one pass over the data.
 
     Raises:
-        ValueError: if it is a stream, whose length is unknown.
+        ValueError: for a stream, whose length is unknown.
     """
     return max(1, math.ceil(loader.steps_per_epoch(num_processes)))
 
@@ -100,7 +100,7 @@ def log_figures(
     figures: Mapping[str, float],
     output_dir: str | Path | None = None,
 ) -> None:
-    """Hands figures of the present step to the trackers, and adds them to the history, in `output_dir` too."""
+    """Sends figures of the current step to the trackers, and adds them to the history, also in `output_dir`."""
     accelerator.log(dict(figures), step=state.step)
     row = {"step": state.step, **figures}
     state.history.append(row)
@@ -159,8 +159,8 @@ class TrainingLoop:
         self.bar = tqdm(total=self.total_steps, desc=desc, unit=" steps", disable=not accelerator.is_main_process)
 
     def run(self) -> TrainingState:
-        """Trains to the end, or until a signal or the evaluations say stop."""
-        set_seed(self.seed, device_specific=True)  # else all processes would draw the same dropout
+        """Trains to the end, or until a signal or early stopping ends the run."""
+        set_seed(self.seed, device_specific=True)  # otherwise all processes would draw the same dropout
         self.restore()
         self.model.train()
         self.started = time.perf_counter() - self.state.seconds
@@ -176,7 +176,7 @@ class TrainingLoop:
         return self.state
 
     def steps(self):
-        """The steps of this process from where the run stands."""
+        """The steps of this process, from the current position of the run."""
         accelerator = self.accelerator
 
         def any_process(flag: bool) -> bool:
@@ -187,7 +187,7 @@ class TrainingLoop:
         return self.loader.steps(accelerator.num_processes, accelerator.process_index, self.position, any_process)
 
     def restore(self) -> None:
-        """Goes on from the checkpoint that the flags name, if any."""
+        """Resumes from the checkpoint that the flags name, if any."""
         if self.checkpoints is None:
             return
         Path(self.checkpoints.output_dir).mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ class TrainingLoop:
         self.state.best = Best(**progress["best"])
         kept = None if self.evaluation is None else self.evaluation.best_model
         if kept is not None and kept.step() != self.state.best.step:
-            self.state.best = Best()  # that of a later step, which will come again
+            self.state.best = Best()  # the saved model is of a later step, which will be repeated
         self.position = progress["position"]
         self.num_tokens += progress["num_tokens"] * self.accelerator.is_main_process  # a sum over all processes
         self.window.load(progress["window"])
@@ -218,7 +218,7 @@ class TrainingLoop:
             write_json(Path(self.checkpoints.output_dir, HISTORY), self.state.history, lines=True)
 
     def take_step(self, step: Step) -> None:
-        """Computes the gradient over all micro-batches of all processes, and changes the weights by it."""
+        """Computes the gradient over all micro-batches of all processes, and updates the weights."""
         accelerator = self.accelerator
         counts = self._count_targets(step)
         totals = accelerator.reduce({name: count.sum() for name, count in counts.items()}, "sum")
@@ -249,13 +249,13 @@ class TrainingLoop:
         outputs = self.model(**batch)
         losses, weighted = self.objective.losses(outputs), []
         for name, (count, total) in shares.items():
-            # Where a loss has no target, its mean is 0 / 0.
+            # The mean of a loss without targets is 0 / 0.
             losses[name] = torch.where(count > 0, losses[name], 0.0)
             # In float32 at least, and in float64 where the model is.
             dtype = torch.promote_types(losses[name].dtype, torch.float32)
             weighted.append(losses[name] * (count.to(dtype) / total.clamp(min=1)))
         loss = torch.stack(weighted).sum()
-        # DDP and its kin take the mean over processes.
+        # DDP, FSDP and DeepSpeed average gradients over processes.
         self.accelerator.backward(loss * self.accelerator.num_processes)
         with torch.no_grad():
             scores = self.objective.scores(outputs, batch, with_loss=False)
@@ -265,11 +265,11 @@ class TrainingLoop:
         return loss.detach()
 
     def _update_weights(self, loss: Tensor, norm: Any, where: str) -> None:
-        """Takes the optimizer's step if loss and gradient are finite, and the schedule's in any case."""
+        """Steps the optimizer if loss and gradient are finite; always steps the schedule."""
         accelerator, signals = self.accelerator, self.signals
         flags = [torch.full_like(loss, flag) for flag in (signals.stop, signals.take_save())]
         total_loss, stop, save = accelerator.reduce(torch.stack([loss, *flags]), "sum").tolist()
-        # All processes act after the same step, whichever got the signal; what comes later is for the next step.
+        # All processes act after the same step, whichever of them got the signal. A later signal counts for the next.
         self.stop, self.save_now = stop > 0, save > 0
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(total_loss):
@@ -277,7 +277,7 @@ class TrainingLoop:
         elif not math.isfinite(norm) and accelerator.scaler is None:
             self._skip_step(f"gradient (though not the loss, {total_loss:.4g})", where)
         else:
-            self.optimizer.step()  # but for what float16 overflows in, which its scaler leaves out
+            self.optimizer.step()  # in float16 the scaler skips steps that overflow
             if math.isfinite(norm):
                 one = torch.ones((), device=accelerator.device) * accelerator.is_main_process
                 self.window.add({"grad_norm": (one * norm, one)})
@@ -285,19 +285,21 @@ class TrainingLoop:
         self.scheduler.step()
 
     def _skip_step(self, what: str, where: str) -> None:
-        """Leaves a step out, if that may be."""
+        """Skips a step, if `max_skipped_steps` allows it."""
         self.state.skipped_steps += 1
         what = f"The {what} of step {self.state.step + 1} is not finite ({where})"
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise FloatingPointError(f"{what}, and DeepSpeed has taken the step: go on from the last checkpoint.")
+            raise FloatingPointError(
+                f"{what}, and DeepSpeed has already taken the step: resume from the last checkpoint."
+            )
         if self.state.skipped_steps > self.args.max_skipped_steps:
             raise FloatingPointError(
-                f"{what}. The weights are those after step {self.state.step}, and what was saved is sound. Lower "
+                f"{what}. The weights are those after step {self.state.step}, and saved files are not affected. Lower "
                 f"--learning_rate, now {self.args.learning_rate:g}, or --max_grad_norm, now "
-                f"{self.args.max_grad_norm:g}; or let such steps be left out: --max_skipped_steps is now "
+                f"{self.args.max_grad_norm:g}; or allow such steps to be skipped: --max_skipped_steps is now "
                 f"{self.args.max_skipped_steps}."
             )
-        self.accelerator.print(f"{what}: left out, {self.state.skipped_steps} so far.")
+        self.accelerator.print(f"{what}: skipped, {self.state.skipped_steps} so far.")
 
     def log(self) -> None:
         """Shows and logs means over the last steps, every `logging_steps` and at the end."""
@@ -318,7 +320,7 @@ class TrainingLoop:
         self.state.num_tokens = int(self.accelerator.reduce(self.num_tokens, "sum"))
 
     def evaluate(self) -> None:
-        """Evaluates where it is due, except after the last step: then the caller does, once the model is saved."""
+        """Evaluates if it is due, except after the last step: then the caller evaluates, after saving the model."""
         state, evaluation = self.state, self.evaluation
         if evaluation is None or not self.eval_every or state.step % self.eval_every or state.step == self.total_steps:
             return
@@ -342,7 +344,7 @@ class TrainingLoop:
         self.started += time.perf_counter() - paused
 
     def save(self) -> None:
-        """Saves a checkpoint where it is due, or a signal asked for it."""
+        """Saves a checkpoint if it is due, or if a signal asked for it."""
         checkpoints, state = self.checkpoints, self.state
         if checkpoints is None:
             return
@@ -394,30 +396,30 @@ def train(
     Args:
         accelerator: made by [`create_accelerator`].
         model: not prepared yet.
-        objective: what is trained for.
+        objective: losses and scores.
         loader: a [`RowLoader`] or a [`StreamLoader`].
         args: optimizer, schedule and length of the run.
-        seed: of dropout, which every process draws differently.
-        logging_steps: the figures shown, and handed to the accelerator's trackers, are means over so many steps.
+        seed: of dropout; each process draws its own.
+        logging_steps: figures that are shown and sent to trackers are means over this many steps.
         desc: text beside the progress bar.
-        checkpoints: where and when to save, and from where to go on. A resumed run takes the same steps as one that
-            was never stopped. SIGTERM and SIGINT save a checkpoint after the step under way and end the run; SIGUSR1
-            saves one.
-        evaluation: when and how to evaluate, and whether to stop for it. There is none at the end: it is for the
-            caller, once the model is saved.
+        checkpoints: where and when to save, and from where to resume. A resumed run takes the same steps as one that
+            was never stopped. SIGTERM and SIGINT save a checkpoint after the current step and end the run; SIGUSR1
+            saves a checkpoint.
+        evaluation: when and how to evaluate, and whether to stop early. There is no evaluation at the end: the caller
+            evaluates after saving the model.
         save_model: writes the prepared model into a folder, for checkpoints; [`save_pretrained`] without a tokenizer
             by default.
-        on_save: called with every checkpoint, once it is complete, on the processes that have one.
-        settings: what is compared on resuming, of [`run_settings`]; by default the flags of `args`.
+        on_save: called with the folder of every complete checkpoint.
+        settings: compared on resuming, from [`run_settings`]; by default the flags of `args`.
 
     Returns:
-        The prepared model and what was done, with the logged figures in `history`.
+        The prepared model, the position of the run and the logged figures in `history`.
 
     Raises:
-        ValueError: if a checkpoint was saved with other settings, or an earlier run's lie in the same folder.
-        FloatingPointError: if loss or gradient are not finite in more than `max_skipped_steps`; the weights are those
-            of the step before.
-        OSError: if a checkpoint cannot be written; those before it stay.
+        ValueError: if a checkpoint was saved with other settings, or the folder holds checkpoints of an earlier run.
+        FloatingPointError: if loss or gradient are not finite in more than `max_skipped_steps` steps. The weights are
+            then those of the previous step.
+        OSError: if a checkpoint cannot be written. Earlier checkpoints stay.
     """
     return TrainingLoop(
         accelerator,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is trained for and measured by: the only thing in which pretraining and fine-tuning differ."""
+"""Losses to train on and scores to report: the only difference between pretraining and fine-tuning in the loop."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -19,20 +19,21 @@ class Objective(Protocol):
     """
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
-        """The number of targets, int64 of shape (), that each loss of `batch` is a mean over."""
+        """For each loss of `batch` the number of targets that it is a mean over, int64 of shape ()."""
 
     def losses(self, outputs: Any) -> dict[str, Tensor]:
-        """The losses, of shape (), under the names of [`num_targets`]."""
+        """The losses, of shape (), with the names of [`num_targets`]."""
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
-        """Sums by row and numbers of targets by row, both of shape (B,); sum over sum is the score of a data set.
+        """For each score the sums by row and the numbers of targets by row, both of shape (B,). The score of a data
+        set is the total sum over the total number.
 
-        `with_loss=False` leaves out what [`losses`] tells already.
+        `with_loss=False` leaves out the values that [`losses`] returns.
         """
 
 
 def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and counts by row of values, (T,), that stand at the T positions where mask, (B, ...), is true."""
+    """Sums and counts by row of values (T,), which belong to the T positions where the mask (B, ...) is true."""
     rows = mask.nonzero()[:, 0]
     sums = torch.zeros(mask.shape[0], dtype=torch.float32, device=mask.device).index_add(0, rows, values.float())
     return sums, mask.flatten(1).sum(1).float()
@@ -41,7 +42,7 @@ def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def _classification_scores(
     logits: Tensor, labels: Tensor, loss: str, accuracy: str, with_loss: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Scores against labels, (B, ...), where those are not -100, of logits (B, ..., C), or (T, C) only there."""
+    """Scores of logits (B, ..., C) against labels (B, ...) that are not -100; or of logits (T, C) for these labels."""
     mask = labels != -100
     predicted, targets = logits.argmax(-1), labels[mask]
     everywhere = logits.shape[:-1] == labels.shape
@@ -57,15 +58,18 @@ class PretrainingObjective:
     """MLM + SOP, for a `ForPreTraining` model."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Objective.num_targets`."""
         return {
             "mlm_loss": (batch["labels"] != -100).sum(),
             "sop_loss": (batch["sentence_order_label"] != -100).sum(),
         }
 
     def losses(self, outputs: Any) -> dict[str, Tensor]:
+        """As `Objective.losses`."""
         return {"mlm_loss": outputs.mlm_loss, "sop_loss": outputs.sop_loss}
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `Objective.scores`."""
         return {
             **_classification_scores(
                 outputs.prediction_logits, batch["labels"], "mlm_loss", "mlm_accuracy", with_loss
@@ -81,12 +85,15 @@ class CausalObjective:
     -100 at the first token of each row and document."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Objective.num_targets`."""
         return {"loss": (batch["labels"] != -100).sum()}
 
     def losses(self, outputs: Any) -> dict[str, Tensor]:
+        """As `Objective.losses`."""
         return {"loss": outputs.loss}
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `Objective.scores`."""
         return _classification_scores(outputs.logits[:, :-1], batch["labels"][:, 1:], "loss", "accuracy", with_loss)
 
 
@@ -94,12 +101,15 @@ class ClassificationObjective:
     """One class a row, for a `ForSequenceClassification` model."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Objective.num_targets`."""
         return {"loss": (batch["labels"] != -100).sum()}
 
     def losses(self, outputs: Any) -> dict[str, Tensor]:
+        """As `Objective.losses`."""
         return {"loss": outputs.loss}
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `Objective.scores`."""
         return _classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
 
 
@@ -107,12 +117,15 @@ class MultiLabelObjective:
     """Any number of classes a row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Objective.num_targets`."""
         return {"loss": torch.tensor(batch["labels"].numel(), device=batch["labels"].device)}
 
     def losses(self, outputs: Any) -> dict[str, Tensor]:
+        """As `Objective.losses`."""
         return {"loss": outputs.loss}
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `Objective.scores`."""
         logits, labels = outputs.logits.float(), batch["labels"].float()
         right = ((logits > 0) == (labels > 0.5)).float()
         scores = {"accuracy": (right.sum(1), torch.ones_like(right).sum(1))}
@@ -126,12 +139,15 @@ class RegressionObjective:
     """One number a row, for a `ForSequenceClassification` model with one label."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Objective.num_targets`."""
         return {"loss": torch.tensor(len(batch["labels"]), device=batch["labels"].device)}
 
     def losses(self, outputs: Any) -> dict[str, Tensor]:
+        """As `Objective.losses`."""
         return {"loss": outputs.loss}
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `Objective.scores`."""
         if not with_loss:
             return {}
         errors = (outputs.logits.flatten().float() - batch["labels"].float()) ** 2

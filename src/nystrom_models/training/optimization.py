@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from transformers import SchedulerType, get_scheduler
 
-# These follow what a run measures, not its steps.
+# These schedules depend on measured values, not on the step.
 _UNSUPPORTED = {"reduce_lr_on_plateau", "greedy"}
 SCHEDULES = tuple(kind.value for kind in SchedulerType if kind.value not in _UNSUPPORTED)
 
 
 @dataclass
 class OptimizationArguments:
-    """How a model is trained, under the names of Transformers' example scripts."""
+    """Batch sizes, optimizer, schedule and length of a run, with the names of Transformers' example scripts."""
 
     per_device_train_batch_size: int = field(default=32, metadata={"help": "Rows of one micro-batch on a device."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows of one evaluation batch."})
@@ -72,7 +72,7 @@ class OptimizationArguments:
             )
         if self.group_by_length and self.tokens_per_step is None:
             raise ValueError(
-                "--group_by_length alone makes unequal steps: say how large they are in tokens, --tokens_per_step."
+                "--group_by_length alone makes steps of unequal size: give their size in tokens by --tokens_per_step."
             )
         if self.max_skipped_steps < 0:
             raise ValueError(f"--max_skipped_steps must be at least 0, but is {self.max_skipped_steps}.")
@@ -103,7 +103,7 @@ class OptimizationArguments:
 
 
 def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: biases, layer norms and other vectors get none."""
+    """AdamW. Only matrices get weight decay; biases, layer norms and other vectors get none."""
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     for parameter in model.parameters():
@@ -121,11 +121,11 @@ def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.opt
 def create_scheduler(
     optimizer: torch.optim.Optimizer, args: OptimizationArguments, num_training_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """A schedule of `transformers.get_scheduler`: warm-up over `num_warmup_steps`, or `warmup_ratio` of the steps, and
-    what `lr_scheduler_type` says.
+    """A schedule of `transformers.get_scheduler`: warm-up over `num_warmup_steps` (or `warmup_ratio` of all steps),
+    then the schedule of `lr_scheduler_type`.
 
     Raises:
-        ValueError: if `lr_scheduler_kwargs` are none of that schedule.
+        ValueError: if the schedule does not take these `lr_scheduler_kwargs`.
     """
     warmup = args.num_warmup_steps
     if warmup is None:
@@ -143,7 +143,7 @@ def create_scheduler(
 
 
 def set_schedule_step(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
-    """Sets the learning rates to those of a step, whatever those were that a checkpoint brought."""
-    # At a count of 1, PyTorch would warn of a schedule that moves before the optimizer does.
+    """Sets the learning rates to those of a step, also after a checkpoint has set other rates."""
+    # With a count of 1, PyTorch would warn that the schedule steps before the optimizer.
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step - 1, "_step_count": max(step, 2)})
     scheduler.step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary that a run leaves."""
+"""`all_results.json`, the summary of a run, and other JSON files."""
 
 import json
 import math
@@ -28,8 +28,8 @@ def _json(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Any, lines: bool = False, append: bool = False) -> None:
-    """Writes a JSON file, complete or not at all; with `lines`, an item of `content` a line, which `append` adds. NaN
-    becomes null."""
+    """Writes a JSON file, completely or not at all. With `lines`, each item of `content` is a line; `append` adds
+    lines to an existing file. NaN becomes null."""
     content = _json(content)
     parts = [json.dumps(item, allow_nan=False) for item in content] if lines else [json.dumps(content, indent=2)]
     if append:
@@ -42,8 +42,8 @@ def write_json(path: Path, content: Any, lines: bool = False, append: bool = Fal
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one a line, but for a last line that was cut off; null becomes NaN. None without such
-    a file."""
+    """The objects of a file with one object in each line, without a last line that was cut off; null becomes NaN. An
+    empty list if there is no such file."""
     if not path.is_file():
         return []
     rows = []
@@ -59,7 +59,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def results_content(
     results: Mapping[str, Any], *arguments: Any, identity: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What [`write_results`] writes, as it reads back."""
+    """What [`write_results`] writes, in the form in which it is read back."""
     return _json(
         {
             "results": results,
@@ -81,7 +81,7 @@ def results_content(
 
 
 def read_results(output_dir: str | os.PathLike) -> dict[str, Any] | None:
-    """What [`write_results`] wrote in `output_dir`; None where there is nothing."""
+    """What [`write_results`] wrote into `output_dir`; None if there is no such file."""
     path = Path(output_dir, "all_results.json")
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -97,8 +97,8 @@ def write_results(
     Args:
         output_dir: an existing folder.
         results: figures, in any nesting; NaN is written as null.
-        arguments: dataclasses, whose fields are written, but for those whose name ends in `_token`: they are secret.
-        identity: digests of what the results come from.
+        arguments: dataclasses, whose fields are written. Fields whose names end in `_token` are secret and left out.
+        identity: digests of the data and weights that the results come from.
 
     Returns:
         The file: an object with `results`, `arguments`, `identity` and `versions`.

@@ -16,12 +16,12 @@ _SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def bare_model(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
-    """The model itself, without what `prepare` and `torch.compile` wrapped around it."""
+    """The model itself, without the wrappers of `prepare` and `torch.compile`."""
     return accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
 def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights under the model's own names; called by all processes.
+    """All weights, under the model's own names; called by all processes.
 
     Raises:
         RuntimeError: if they have other names, so that `from_pretrained` could not load them.
@@ -36,11 +36,11 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
             odd = sorted(set(state) ^ names)
             raise RuntimeError(
                 f"The weights to save have other names than those of a {type(bare).__name__}: {', '.join(odd[:3])}"
-                f"{', ...' if len(odd) > 3 else ''}. Save without --torch_compile, or report this as a fault."
+                f"{', ...' if len(odd) > 3 else ''}. Save without --torch_compile, or report this as a bug."
             )
         for name, weight in state.items():
             if weight.is_floating_point() and not torch.isfinite(weight).all():
-                raise FloatingPointError(f"The weights {name} are not finite: they are not saved.")
+                raise FloatingPointError(f"The weights {name} are not finite, so the model is not saved.")
     return state
 
 
@@ -50,7 +50,7 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | None,
     output_dir: str | os.PathLike,
 ) -> None:
-    """Writes model and tokenizer for `from_pretrained`; called by all processes, written by the main one.
+    """Writes model and tokenizer for `from_pretrained`. All processes call this; the main process writes.
 
     Raises:
         RuntimeError, FloatingPointError: as [`weights`] does.
@@ -60,14 +60,14 @@ def save_pretrained(
         output_dir, is_main_process=accelerator.is_main_process, state_dict=state
     )
     if accelerator.is_main_process and tokenizer is not None:
-        # AutoTokenizer will load it by the general class, which must be told about BERT's token types.
+        # AutoTokenizer loads it by the general class, which knows BERT's token types only if they are listed.
         tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
         tokenizer.save_pretrained(output_dir)
     accelerator.wait_for_everyone()
 
 
 def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
-    """Loads what [`save_pretrained`] wrote into a model of the same class, tied weights too.
+    """Loads what [`save_pretrained`] wrote into a model of the same class, including tied weights.
 
     Raises:
         RuntimeError: if a weight is missing, unknown or of another shape.

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals by which a run is asked to save."""
+"""Signals that ask a run to save, or to save and end."""
 
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-# Asks to save and go on; absent on Windows.
+# Asks to save and continue; absent on Windows.
 _SAVE = getattr(signal, "SIGUSR1", None)
 
 
 class Signals:
-    """Within a `with` block, signals do not end the process but are noted.
+    """Within a `with` block, signals do not end the process but set attributes.
 
-    SIGTERM and SIGINT (Ctrl-C) set `stop`: the run saves after the step under way, and ends. A second SIGINT ends it
-    at once. SIGUSR1 sets `save`: the run saves, and goes on.
+    SIGTERM and SIGINT (Ctrl-C) set `stop`: the run saves after the current step, and ends. A second SIGINT ends it at
+    once. SIGUSR1 sets `save`: the run saves, and continues.
 
-    Only the main thread can handle signals; elsewhere nothing changes. With `enabled=False`, nothing changes either.
+    Only the main thread can handle signals. In other threads, and with `enabled=False`, nothing changes.
     """
 
     def __init__(self, enabled: bool = True):
@@ -39,7 +39,7 @@ class Signals:
         self._previous = {}
 
     def take_save(self) -> bool:
-        """Whether SIGUSR1 came since this was last asked."""
+        """Whether SIGUSR1 has arrived since the last call."""
         asked = self.save
         if asked:
             self.save = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metric modules for `evaluate` that come with the package, so that nothing is fetched; and what "better" means."""
+"""Metric modules for `evaluate` that come with the package, so that nothing is downloaded; which values are better."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ def greater_is_better(metric: str) -> bool:
     """Whether more of a metric is better.
 
     Raises:
-        ValueError: if nothing is known of a metric of that name.
+        ValueError: for an unknown metric.
     """
     name, known = metric.split("/")[-1], _LESS_IS_BETTER | _MORE_IS_BETTER
     if name not in known:

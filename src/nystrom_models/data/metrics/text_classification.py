@@ -63,6 +63,8 @@ _METRICS = {
 
 
 class TextClassification(evaluate.Metric):
+    """The metrics of one configuration; `evaluate` loads this class."""
+
     def _info(self):
         if self.config_name not in _METRICS:
             raise ValueError(f"The configuration must be one of {sorted(_METRICS)}, but is {self.config_name!r}.")
