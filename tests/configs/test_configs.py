@@ -27,6 +27,8 @@ from nystrom_models.training.optimization import OptimizationArguments
 from nystrom_models.training.pretraining import PretrainingArguments
 
 FOLDER = Path(nystrom_models.__file__).parents[2] / "configs"
+# Width and layers.
+SIZES = {"base": (768, 12), "small": (512, 4), "mini": (256, 4), "tiny": (128, 2)}
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.glob("*former/*.json"))
 
 
@@ -36,9 +38,7 @@ def test_configuration_gives_the_model_its_name_says(name):
     family, stem = name.removesuffix(".json").split("/")
     size, length, *options = stem.split("-")
     assert type(config).__module__.startswith("nystrom_models.") and config.model_type == family
-    assert (config.hidden_size, config.num_hidden_layers) == {"base": (768, 12), "small": (512, 4), "tiny": (128, 2)}[
-        size
-    ]
+    assert (config.hidden_size, config.num_hidden_layers) == SIZES[size]
     # Positions are counted as in the published Nyströmformers (n - 2), or as in the Linformer paper (n); of a causal
     # model the name says how long the rows are that it is trained on.
     expected = (None,) if config.is_decoder else (int(length) - 2, int(length))
@@ -46,8 +46,8 @@ def test_configuration_gives_the_model_its_name_says(name):
     if family == "nystromformer":
         assert config.num_landmarks == (None if options == ["softmax"] else 32 if size == "tiny" else 64)
     elif family == "linear_transformer":
-        assert config.feature_map == "elu" and config.projected_dim is None
-        assert options == ["causal"] * config.is_decoder
+        assert config.feature_map == (None if "softmax" in options else "elu") and config.projected_dim is None
+        assert options == ["causal"] * config.is_decoder + ["softmax"] * (config.feature_map is None)
     else:
         assert config.projected_dim == int(options[0].removeprefix("k"))
         assert config.share_projection == "_".join(options[1:])

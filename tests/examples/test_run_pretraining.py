@@ -341,6 +341,11 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--dataset_name some/corpus", ValueError, "both are given: --train_file"),
         ("--config_overrides hidden_sise=64", ValueError, "--config_overrides .*hidden_sise"),
         ("--config_overrides num_attention_heads=5", ValueError, "num_attention_heads"),
+        (
+            f"--config_name {Path(__file__).parents[2]}/configs/linear_transformer/tiny-512-causal.json",
+            ValueError,
+            "run_clm.py",
+        ),
         ("--streaming", ValueError, "--max_eval_samples"),
         ("--eval_strategy steps", ValueError, "--eval_steps"),
         ("--hub_model_id name", ValueError, "--push_to_hub"),

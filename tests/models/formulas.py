@@ -57,7 +57,7 @@ def convolution(v: Tensor, kernel: Tensor, causal: bool = False) -> Tensor:
     return out
 
 
-def project(states: Tensor, projection: Tensor | None, projection_type: str, kernel_size: int) -> Tensor:
+def project(states: Tensor, projection: Tensor | None, projection_type: str, kernel_size: int | None) -> Tensor:
     """One head: (L, D) -> (k, D), by a (k, N) matrix or over slots of `kernel_size` tokens."""
     if projection_type == "linear":
         return projection[:, : len(states)] @ states
@@ -123,7 +123,9 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
             v = linear(name + "value", x)[:, part]
             if config.model_type == "nystromformer":
                 k = linear(name + "key", x)[:, part]
-                out = nystrom_matrix(q, k, config.num_landmarks, config.pinv_iterations) @ v
+                landmarks = config.num_landmarks
+                landmarks = landmarks[layer] if isinstance(landmarks, list) else landmarks
+                out = nystrom_matrix(q, k, landmarks, config.pinv_iterations) @ v
             elif config.model_type == "linear_transformer":
                 out = linear_transformer_head(weights, config, name, head, q, linear(name + "key", x)[:, part], v)
             else:
@@ -151,6 +153,12 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 def linear_transformer_head(weights, config, name, head, q, k, v) -> Tensor:
+    if config.feature_map is None:
+        scores = q @ k.T / math.sqrt(q.shape[-1])
+        if config.is_decoder:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf)
+        return softmax(scores) @ v
+
     def features(x: Tensor, which: str) -> Tensor:
         if config.feature_map == "hedgehog":
             mapped = x @ weights[f"{name}{which}_features.weight"][head].T
@@ -166,7 +174,8 @@ def linear_transformer_head(weights, config, name, head, q, k, v) -> Tensor:
 
 def linformer_head(weights, config, name, layer, head, part, q, x) -> Tensor:
     k = config.projected_dim[layer] if isinstance(config.projected_dim, list) else config.projected_dim
-    kernel_size = math.ceil(config.max_position_embeddings / k)
+    slots_of_heads = k if isinstance(k, list) else None
+    kernel_size = None if slots_of_heads else math.ceil(config.max_position_embeddings / k)
 
     def projection(which: str) -> Tensor | None:
         if config.projection_type.endswith("pool"):
@@ -175,6 +184,10 @@ def linformer_head(weights, config, name, layer, head, part, q, x) -> Tensor:
             return weights["encoder.sequence_projection.weight"]
         which = "key" if config.share_projection == "key_value" else which
         matrix = weights[f"{name}{which}_projection.weight"]
+        if slots_of_heads:
+            # The heads' matrices lie one below the other.
+            start = sum(slots_of_heads[:head])
+            return matrix[start : start + slots_of_heads[head]]
         return matrix[head] if config.share_projection == "none" else matrix
 
     def projected(which: str) -> Tensor:

@@ -21,6 +21,7 @@ NYSTROM = {
     "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65},
     "one_landmark": {"num_landmarks": 1, "conv_kernel_size": 3},
     "softmax": {"num_landmarks": None, "conv_kernel_size": None},
+    "by_layer": {"num_landmarks": [7, 16], "conv_kernel_size": 5},
     "pre_norm": {"num_landmarks": 16, "conv_kernel_size": 5, "layer_norm_position": "pre"},
 }
 LINFORMER = {
@@ -28,6 +29,7 @@ LINFORMER = {
     "none": {"share_projection": "none"},
     "headwise": {"share_projection": "headwise", "conv_kernel_size": 5},
     "key_value": {"share_projection": "key_value", "projected_dim": [8, 5]},
+    "by_head": {"share_projection": "none", "projected_dim": [[8, 1, 5, 3], [2, 7, 7, 4]], "conv_kernel_size": 5},
     "mean_pool": {"projection_type": "mean_pool"},
     "max_pool": {"projection_type": "max_pool"},
     "conv": {"projection_type": "conv"},
@@ -39,6 +41,8 @@ LINEAR_TRANSFORMER = {
     "relu": {"feature_map": "relu", "conv_kernel_size": 5},
     "hedgehog": {"feature_map": "hedgehog", "layer_norm_position": "pre"},
     "projected": {"projected_dim": 8},
+    "softmax": {"feature_map": None},
+    "causal_softmax": {"is_decoder": True, "feature_map": None},
     "causal": {"is_decoder": True, "conv_kernel_size": 5},
     "causal_sinusoidal": {
         "is_decoder": True,

@@ -23,7 +23,42 @@ BAD_FIELDS = {
     "a slot list too short": (
         LinformerConfig,
         {"projected_dim": [8, 8], "share_projection": "none"},
-        "projected_dim.* 2 numbers for num_hidden_layers=12",
+        "projected_dim.* 2 entries for num_hidden_layers=12",
+    ),
+    "slots of too few heads": (
+        LinformerConfig,
+        {"projected_dim": [[8] * 12, [8] * 11], "num_hidden_layers": 2, "share_projection": "none"},
+        "11 numbers for a layer.*num_attention_heads=12",
+    ),
+    "slots differ between heads that share": (
+        LinformerConfig,
+        {"projected_dim": [[8] * 11 + [4]], "num_hidden_layers": 1, "share_projection": "headwise"},
+        'share_projection="headwise": use share_projection="none"',
+    ),
+    "slots of heads are not for pooling": (
+        LinformerConfig,
+        {
+            "projected_dim": [[8] * 12],
+            "num_hidden_layers": 1,
+            "share_projection": "none",
+            "projection_type": "mean_pool",
+        },
+        'projection_type="mean_pool": use "linear"',
+    ),
+    "no slots for a head": (
+        LinformerConfig,
+        {"projected_dim": [[8] * 11 + [0]], "num_hidden_layers": 1, "share_projection": "none"},
+        "projected_dim=0 must lie between",
+    ),
+    "a landmark list too short": (
+        NystromformerConfig,
+        {"num_landmarks": [8, 8]},
+        "num_landmarks.* 2 numbers for num_hidden_layers=12",
+    ),
+    "no landmarks in a layer": (
+        NystromformerConfig,
+        {"num_landmarks": [8, 0], "num_hidden_layers": 2},
+        r"num_landmarks=\[8, 0\] must be at least 1",
     ),
     "slots differ but are shared": (
         LinformerConfig,
@@ -68,7 +103,10 @@ BAD_CALLS = {
     "label outside": ({"input_ids": IDS, "labels": IDS + 90}, "labels must lie.*raise vocab_size"),
     "labels of another shape": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels have shape \(1, 9\)"),
     "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
-    "cache": ({"input_ids": IDS, "use_cache": True}, "use_cache is for decoders"),
+    "cache": (
+        {"input_ids": IDS, "use_cache": True},
+        "use_cache is for models with recurrent states.*leave use_cache out",
+    ),
     "cross attention": (
         {"input_ids": IDS, "encoder_hidden_states": torch.zeros(1, 4, 32)},
         "encoder_hidden_states is",

@@ -237,6 +237,23 @@ def test_decoding_is_one_graph_with_static_shapes():
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs + 1
 
 
+def test_the_softmax_control_generates_without_a_cache():
+    model, (ids, mask) = make("linear-causal_softmax"), prompts()
+    assert model.config.use_cache is False and model(ids).past_key_values is None
+    written = greedy(model, ids, mask)
+    for row, padding in enumerate((0, 5)):
+        alone = ids[row : row + 1, padding:]
+        for _ in range(NEW):
+            alone = torch.cat([alone, model(alone).logits[:, -1:].argmax(-1)], dim=1)
+        assert written[row, padding:].tolist() == alone[0].tolist()
+    with pytest.raises(ValueError, match=r"exact attention, and no state of fixed size.*use_cache=False"):
+        model(ids, use_cache=True)
+    with pytest.raises(ValueError, match=r"feature_map=None.*use_cache=False"):
+        nystrom_models.LinearTransformerConfig(is_decoder=True, feature_map=None, use_cache=True)
+    with pytest.raises(ValueError, match="projected_dim needs a feature_map"):
+        nystrom_models.LinearTransformerConfig(feature_map=None, projected_dim=8)
+
+
 def test_what_a_state_cannot_do_is_refused_by_name():
     model, ids = make(), prompts()[0]
     for options in ({"assistant_model": make()}, {"prompt_lookup_num_tokens": 3}):

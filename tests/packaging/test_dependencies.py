@@ -13,7 +13,13 @@ from tests.packaging.floors import ROOT, floors
 SOURCES = ROOT / "src" / "nystrom_models"
 # Comes with PyTorch where there is a GPU.
 WITH_PYTORCH = {"triton"}
-EXTRAS = {"data": ("train",), "training": ("train",), "deployment": ("onnx",)}
+EXTRAS = {
+    "data": ("train",),
+    "training": ("train",),
+    "deployment": ("onnx",),
+    "command_line": ("train", "cli"),
+    "analysis": ("train",),
+}
 
 
 def imported(folder):

@@ -27,6 +27,7 @@ from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
 from .cpu_blocks import BLOCK_TOKENS
+from .token_layout import take_tokens
 
 EPSILON = 1e-6
 # Tokens whose scores are computed at once: about as many as a head has features, so that scores and states cost alike.
@@ -149,9 +150,7 @@ def linear_attention_map(
     Returns: (B, H, N or R, N); each row sums to one, up to `EPSILON`.
     """
     tokens = torch.arange(query.shape[2], device=query.device) if rows is None else rows
-    if rows is not None:
-        index = rows.expand(len(query), -1)[:, None, :, None]
-        query = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3]))
+    query = query if rows is None else take_tokens(query, rows)
     weights = _weights(query, key, mask)
     if causal:
         later = torch.arange(key.shape[2], device=key.device) > tokens[..., None]

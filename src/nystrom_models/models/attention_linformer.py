@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers.utils.import_utils import is_tracing
 
 from .masked_attention import Attend, attend, attention_weights, visible_keys
-from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads, token_ranks
+from .token_layout import positions_by_rank, take_tokens, token_ranks
 
 # ---- reference: one row of the batch at a time, the paper's equation in order ----
 
@@ -254,8 +254,7 @@ def slots_map(
     rows: Tensor | None = None,
 ) -> Tensor:
     """The map (B, H, R, N) from the keys of the slots (B, H, K', D) and F as a matrix; columns are tokens by rank."""
-    if rows is not None:
-        query = split_heads(gather_tokens(merge_heads(query), rows.expand(len(query), -1)), query.shape[1])
+    query = query if rows is None else take_tokens(query, rows)
     weights = attention_weights(query, keys, visible_keys(slot_mask))
     return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ matrix
 
@@ -273,6 +272,5 @@ def _by_rank(tensors: tuple[Tensor, ...], mask: Tensor | None) -> tuple[tuple[Te
         return tensors, None
     positions, lengths = positions_by_rank(mask), mask.sum(dim=-1)
     padding = torch.arange(mask.shape[1], device=mask.device) >= lengths[:, None]
-    ranked = (gather_tokens(merge_heads(states), positions) for states in tensors)
-    heads = tensors[0].shape[1]
-    return tuple(split_heads(states.masked_fill(padding[..., None], 0), heads) for states in ranked), lengths
+    ranked = (take_tokens(states, positions) for states in tensors)
+    return tuple(states.masked_fill(padding[:, None, :, None], 0) for states in ranked), lengths

@@ -27,7 +27,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .masked_attention import Attend, attend, attention_weights, visible_keys
 from .precise_product import multiply
-from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads
+from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads, take_tokens
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
@@ -298,9 +298,7 @@ def nystrom_attention_map(
 
     Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N where rows are given.
     """
-    wanted = query
-    if rows is not None:
-        wanted = split_heads(gather_tokens(merge_heads(query), rows.expand(len(query), -1)), query.shape[1])
+    wanted = query if rows is None else take_tokens(query, rows)
     if _is_exact(query, num_landmarks):
         f, to_tokens = attention_weights(wanted, key, visible_keys(mask)), None
     else:

@@ -169,6 +169,8 @@ def _move(value: Any, device: torch.device) -> Any:
         return replace(value, rows=_move(value.rows, device))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_move(item, device) for item in value))
+    if isinstance(value, dict):
+        return {name: _move(item, device) for name, item in value.items()}
     return value
 
 

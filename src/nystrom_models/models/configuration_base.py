@@ -85,6 +85,11 @@ class BaseConfig(PreTrainedConfig):
         self.validate_architecture()
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model reads a sequence in parts, through states of fixed size."""
+        return self.is_decoder
+
+    @property
     def layer_types(self) -> list[str]:
         """What Transformers makes the layers of a cache by, for causal families."""
         return ["linear_attention"] * self.num_hidden_layers

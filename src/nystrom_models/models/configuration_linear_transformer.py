@@ -19,9 +19,10 @@ class LinearTransformerConfig(BaseConfig):
 
     Args:
         is_decoder (`bool`, defaults to `False`): causal attention: a token sees itself and the tokens before it.
-        feature_map (`str`, defaults to `"elu"`): φ of queries and keys: `"elu"` (elu + 1, the paper's), `"relu"`, or
-            `"hedgehog"`, learned for each head (softmax of ±Wx; Zhang et al. 2024, arXiv:2402.04347), with twice as
-            many features.
+        feature_map (`str` or `None`, defaults to `"elu"`): φ of queries and keys: `"elu"` (elu + 1, the paper's),
+            `"relu"`, or `"hedgehog"`, learned for each head (softmax of ±Wx; Zhang et al. 2024, arXiv:2402.04347),
+            with twice as many features. `None`: exact softmax attention in the same model, for comparison. It has no
+            state of fixed size: a causal model then generates without a cache.
         position_embedding_type (`str`, defaults to `"learned"`): `"learned"`, or `"sinusoidal"`, which has no longest
             sequence.
         max_position_embeddings (`int`, *optional*): the longest sequence, in tokens; if `None`, 512 with learned
@@ -37,7 +38,8 @@ class LinearTransformerConfig(BaseConfig):
         classifier_pooling (`str`, *optional*): as in `BaseConfig`; if `None`, `"last"` with `is_decoder=True`, else
             `"first"`.
         attention_probs_dropout_prob (`float`, defaults to 0): must be 0: there are no attention weights to drop.
-        use_cache (`bool`, defaults to `True`): whether the causal model returns its states when it is not trained.
+        use_cache (`bool`, *optional*): whether the causal model returns its states when it is not trained; if `None`,
+            it does if it has states (`feature_map` is not `None`).
         The others: see `BaseConfig`.
 
     Raises `ValueError` for fields that contradict each other.
@@ -55,7 +57,7 @@ class LinearTransformerConfig(BaseConfig):
     model_type = "linear_transformer"
     may_be_causal: ClassVar[bool] = True
 
-    feature_map: str = "elu"
+    feature_map: str | None = "elu"
     position_embedding_type: str = "learned"
     max_position_embeddings: int | None = None
     conv_kernel_size: int | None = None
@@ -63,7 +65,7 @@ class LinearTransformerConfig(BaseConfig):
     layer_norm_position: str | None = None
     classifier_pooling: str | None = None
     attention_probs_dropout_prob: float | int = 0.0
-    use_cache: bool = True
+    use_cache: bool | None = None
 
     def __post_init__(self, **kwargs):
         if self.max_position_embeddings is None and self.position_embedding_type == "learned":
@@ -72,12 +74,25 @@ class LinearTransformerConfig(BaseConfig):
             self.layer_norm_position = "pre" if self.is_decoder else "post"
         if self.classifier_pooling is None:
             self.classifier_pooling = "last" if self.is_decoder else "first"
+        if self.use_cache is None:
+            self.use_cache = self.feature_map is not None
         super().__post_init__(**kwargs)
+
+    @property
+    def has_states(self) -> bool:
+        return self.is_decoder and self.feature_map is not None
 
     def validate_architecture(self) -> None:
         """As `BaseConfig.validate_architecture`, with this family's own fields."""
         super().validate_architecture()
-        require_one_of("feature_map", self.feature_map, FEATURE_MAPS)
+        if self.feature_map is not None:
+            require_one_of("feature_map", self.feature_map, FEATURE_MAPS)
+        elif self.use_cache:
+            raise ValueError(
+                "feature_map=None is exact attention, which has no state of fixed size to return: use use_cache=False."
+            )
+        elif self.projected_dim is not None:
+            raise ValueError("projected_dim needs a feature_map, for it projects φ(K): use None, or a Linformer.")
         require_one_of("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDING_TYPES)
         require_odd_kernel(self.conv_kernel_size)
         if self.max_position_embeddings is None and self.position_embedding_type == "learned":

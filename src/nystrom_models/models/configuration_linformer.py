@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of Linformer models."""
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 
 from .configuration_base import BaseConfig, require_odd_kernel, require_one_of
@@ -15,8 +17,11 @@ class LinformerConfig(BaseConfig):
     Configuration of a Linformer (Wang et al. 2020, arXiv:2006.04768).
 
     Args:
-        projected_dim (`int` or `list[int]`, defaults to 256): slots k that keys and values are projected to; a list
-            has one number a layer.
+        projected_dim (`int`, `list[int]` or `list[list[int]]`, defaults to 256): slots k that keys and values are
+            projected to. A list has a number a layer, and needs projections that layers do not share. A list of lists
+            has a number for each head of each layer ("nonuniform projected dimension" in section 4 of the paper), and
+            needs `share_projection="none"` and `projection_type="linear"`; the time that a layer takes goes by its
+            largest.
         share_projection (`str`, defaults to `"layerwise"`): which projections are one and the same, in section 4 of
             the paper. `"none"`: E and F of each head and layer are their own; `"headwise"`: the heads of a layer share
             E, and share F; `"key_value"`: a layer has one E = F; `"layerwise"`: the model has one E = F. For 12 layers
@@ -42,12 +47,13 @@ class LinformerConfig(BaseConfig):
 
     model_type = "linformer"
 
-    projected_dim: int | list[int] = 256
+    projected_dim: int | list[int] | list[list[int]] = 256
     share_projection: str = "layerwise"
     projection_type: str = "linear"
     conv_kernel_size: int | None = None
 
     def validate_architecture(self) -> None:
+        """As `BaseConfig.validate_architecture`, with this family's own fields."""
         super().validate_architecture()
         require_odd_kernel(self.conv_kernel_size)
         require_one_of("share_projection", self.share_projection, SHARING_MODES)
@@ -55,26 +61,50 @@ class LinformerConfig(BaseConfig):
         slots = self.projected_dim
         if isinstance(slots, list) and len(slots) != self.num_hidden_layers:
             raise ValueError(
-                f"projected_dim={slots} has {len(slots)} numbers for num_hidden_layers={self.num_hidden_layers}: give "
+                f"projected_dim={slots} has {len(slots)} entries for num_hidden_layers={self.num_hidden_layers}: give "
                 "one a layer, or a single number for all."
             )
-        for k in slots if isinstance(slots, list) else [slots]:
-            if not 1 <= k <= self.max_position_embeddings:
-                raise ValueError(
-                    f"projected_dim={k} must lie between 1 and max_position_embeddings={self.max_position_embeddings}."
-                )
-        if isinstance(slots, list) and len(set(slots)) > 1 and self.share_projection == "layerwise":
+        by_layer = slots if isinstance(slots, list) else [slots]
+        for k in by_layer:
+            self._validate_layer(k)
+        if any(k != by_layer[0] for k in by_layer) and self.share_projection == "layerwise":
             raise ValueError(
                 f"projected_dim={slots} differs between layers, which cannot share one projection: use "
                 'share_projection="key_value", or a single number.'
             )
 
+    def _validate_layer(self, slots: int | list[int]) -> None:
+        """The number of a layer, or those of its heads."""
+        if isinstance(slots, list):
+            if len(slots) != self.num_attention_heads:
+                raise ValueError(
+                    f"projected_dim has {len(slots)} numbers for a layer, {slots}, with "
+                    f"num_attention_heads={self.num_attention_heads}: give one a head, or one number for the layer."
+                )
+            if self.share_projection != "none":
+                raise ValueError(
+                    f'projected_dim has a number for each head, which share a projection by share_projection="'
+                    f'{self.share_projection}": use share_projection="none", or a number a layer.'
+                )
+            if self.projection_type != "linear":
+                raise ValueError(
+                    "projected_dim has a number for each head, which is for linear projections, and not for "
+                    f'projection_type="{self.projection_type}": use "linear", or a number a layer.'
+                )
+        for k in slots if isinstance(slots, list) else [slots]:
+            if not 1 <= k <= self.max_position_embeddings:
+                raise ValueError(
+                    f"projected_dim={k} must lie between 1 and max_position_embeddings={self.max_position_embeddings}."
+                )
+
     @property
     def has_projection_weights(self) -> bool:
+        """Whether the projections have parameters; pooling has none."""
         return self.projection_type in ("linear", "conv")
 
     @property
     def shares_projection_between_layers(self) -> bool:
+        """Whether all layers use one projection."""
         return self.has_projection_weights and self.share_projection == "layerwise"
 
     def slot_size(self, layer_idx: int) -> int | None:
@@ -83,8 +113,8 @@ class LinformerConfig(BaseConfig):
             return None
         return -(-self.max_position_embeddings // self.layer_projected_dim(layer_idx))
 
-    def layer_projected_dim(self, layer_idx: int) -> int:
-        """k of the layer `layer_idx`."""
+    def layer_projected_dim(self, layer_idx: int) -> Any:
+        """k of the layer `layer_idx`: a number, or a list with one for each of its heads."""
         return self.projected_dim[layer_idx] if isinstance(self.projected_dim, list) else self.projected_dim
 
 

@@ -16,8 +16,9 @@ class NystromformerConfig(BaseConfig):
     [uw-madison/nystromformer-512](https://huggingface.co/uw-madison/nystromformer-512).
 
     Args:
-        num_landmarks (`int` or `None`, defaults to 64): landmarks M of the Nyström approximation. Sequences of at most
-            M tokens get exact attention. `None`: exact softmax attention at every length, in the same model.
+        num_landmarks (`int`, `list[int]` or `None`, defaults to 64): landmarks M of the Nyström approximation; a list
+            has a number a layer. Sequences of at most M tokens get exact attention. `None`: exact softmax attention at
+            every length, in the same model.
         segment_means_seq_len (`int`, defaults to 64): kept and written back for Transformers' own class. It is not
             needed here: landmarks are found for any length.
         conv_kernel_size (`int` or `None`, defaults to 65): odd kernel of the depthwise convolution of V along the
@@ -47,7 +48,7 @@ class NystromformerConfig(BaseConfig):
 
     max_position_embeddings: int = 510
     segment_means_seq_len: int = 64
-    num_landmarks: int | None = 64
+    num_landmarks: int | list[int] | None = 64
     conv_kernel_size: int | None = 65
     pinv_iterations: int = 6
     inv_coeff_init_option: bool = False
@@ -56,13 +57,26 @@ class NystromformerConfig(BaseConfig):
         """As `BaseConfig.validate_architecture`, with this family's own fields."""
         super().validate_architecture()
         require_odd_kernel(self.conv_kernel_size)
-        if self.num_landmarks is not None and self.num_landmarks < 1:
+        landmarks = self.num_landmarks
+        if isinstance(landmarks, list) and len(landmarks) != self.num_hidden_layers:
             raise ValueError(
-                f"num_landmarks={self.num_landmarks} must be at least 1 (64 in the paper), or None for softmax."
+                f"num_landmarks={landmarks} has {len(landmarks)} numbers for num_hidden_layers="
+                f"{self.num_hidden_layers}: give one a layer, or a single number for all."
             )
+        if any(number is not None and number < 1 for number in self.landmarks_by_layer):
+            raise ValueError(f"num_landmarks={landmarks} must be at least 1 (64 in the paper), or None for softmax.")
         require_positive("segment_means_seq_len", self.segment_means_seq_len)
         if self.pinv_iterations < 1:
             raise ValueError(f"pinv_iterations={self.pinv_iterations} must be at least 1 (6 in the paper).")
+
+    @property
+    def landmarks_by_layer(self) -> list[int | None]:
+        """M of each layer; of a single number, one entry for all."""
+        return self.num_landmarks if isinstance(self.num_landmarks, list) else [self.num_landmarks]
+
+    def layer_num_landmarks(self, layer_idx: int) -> int | None:
+        """M of the layer `layer_idx`; None for exact attention."""
+        return self.num_landmarks[layer_idx] if isinstance(self.num_landmarks, list) else self.num_landmarks
 
 
 __all__ = ["NystromformerConfig"]

@@ -53,13 +53,15 @@ def reject_arguments(name: str, arguments: dict[str, Any]) -> None:
             )
 
 
-def reject_cache(name: str, past_key_values: Any, use_cache: bool | None) -> None:
-    """Raises ValueError if an encoder called `name` is given a cache."""
+def reject_cache(name: str, past_key_values: Any, use_cache: bool | None, is_decoder: bool) -> None:
+    """Raises ValueError if a model called `name`, which has no states of fixed size, is given a cache."""
+    reason = "is an encoder that sees the whole sequence"
+    if is_decoder:
+        reason = "has exact attention, and no state of fixed size to go on from"
     for argument, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
         if value is not None and value is not False:
-            raise ValueError(
-                f"{argument} is for decoders; {name} is an encoder that sees the whole sequence: leave {argument} out."
-            )
+            remedy = "use use_cache=False" if is_decoder else f"leave {argument} out"
+            raise ValueError(f"{argument} is for models with recurrent states; {name} {reason}: {remedy}.")
 
 
 def require_one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

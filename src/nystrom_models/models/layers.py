@@ -114,8 +114,8 @@ class LayerStack(nn.Module):
         self.gradient_checkpointing = False
 
     def plan(self, batch: Batch) -> object:
-        """What the attention of every layer needs to know about the batch: a NamedTuple of tensors and functions, or
-        None."""
+        """What the attention of every layer needs to know about the batch: a NamedTuple, or a dict, of tensors and
+        functions, or None."""
         return None
 
     def forward(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax attention over the valid keys, from which the families build their attention.
 
-Legend: B batch, H heads, N queries, K keys, D head size. A key mask is (B, K), bool, True at valid keys.
+Legend: B batch, H heads, N queries, K keys, D head size. A key mask is (B, K), or (B, H, K) where heads differ, bool,
+True at valid keys.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from .cpu_blocks import add_attention
+from .token_layout import take_tokens
 
 # softmax(query keyᵀ / √D) value, with the arguments of `attend`.
 Attend = Callable[..., Tensor]
 
 
 def visible_keys(key_mask: Tensor | None) -> Tensor | None:
-    """(B, 1, 1, K): the valid keys. In a row without a valid key, all keys, so that attention stays finite."""
+    """(B, 1 or H, 1, K): the valid keys. In a row without a valid key, all keys, so that attention stays finite."""
     if key_mask is None:
         return None
-    return (key_mask | ~key_mask.any(dim=-1, keepdim=True))[:, None, None, :]
+    visible = key_mask | ~key_mask.any(dim=-1, keepdim=True)
+    return visible[:, None, None] if visible.dim() == 2 else visible[:, :, None]
 
 
 def attend(
@@ -37,7 +40,7 @@ def attend(
     """softmax(query keyᵀ / √D) value over the valid keys, plus the skip, without storing the scores.
 
     Args:
-        query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) bool or None for all valid.
+        query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) or (B, H, K) bool, or None for all valid.
         dropout_p: probability of dropping an attention weight.
         skip: (B, H, N, D), which is added. On a CPU without gradients the result is written over it.
 
@@ -52,6 +55,11 @@ def attend(
     return context if skip is None else context + skip
 
 
+def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """softmax(query keyᵀ / √D) value over the keys up to each query itself, (B, H, N, D); padding must come last."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
     """softmax(query keyᵀ · scaling), (B, H, N, K), in float32 at least inside; scaling is 1 / √D by default.
 
@@ -61,6 +69,27 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: 
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+
+
+def softmax_attention_map(
+    query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, causal: bool = False, rows: Tensor | None = None
+) -> Tensor:
+    """The weights of exact attention, (B, H, R or N, N), zero in the columns of invalid tokens.
+
+    Args:
+        query, key: (B, H, N, D). key_mask: (B, N) bool or None for all valid.
+        causal: whether to tokens up to themselves alone. rows: (R,) or (B, R) int64, the tokens whose rows are wanted;
+            None for all.
+    """
+    visible = visible_keys(key_mask)
+    query = query if rows is None else take_tokens(query, rows)
+    if causal:
+        tokens = torch.arange(key.shape[2], device=key.device) if rows is None else rows
+        earlier = torch.arange(key.shape[2], device=key.device) <= tokens[..., None]
+        earlier = earlier[:, None] if tokens.dim() == 2 else earlier
+        visible = earlier if visible is None else visible & earlier
+    weights = attention_weights(query, key, visible)
+    return weights if key_mask is None else weights.masked_fill(~key_mask[:, None, None], 0)
 
 
 def eager_attention_forward(
@@ -75,7 +104,7 @@ def eager_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """`attend` in plain operations, with the signature of Transformers' `AttentionInterface`.
 
-    attention_mask: (B, 1, 1, K) bool, or None. Returns: context (B, N, H, D) and weights (B, H, N, K).
+    attention_mask: (B, 1 or H, 1, K) bool, or None. Returns: context (B, N, H, D) and weights (B, H, N, K).
     """
     weights = attention_weights(query, key, attention_mask, scaling)
     weights = F.dropout(weights, dropout, training=dropout > 0)

@@ -302,8 +302,8 @@ class BaseModel(BasePreTrainedModel):
 
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
         """The cache to continue with; a new one if a causal model is asked for one."""
-        if not self.config.is_decoder:
-            reject_cache(type(self).__name__, past_key_values, use_cache)
+        if not self.config.has_states:
+            reject_cache(type(self).__name__, past_key_values, use_cache, self.config.is_decoder)
             return None
         if use_cache is False:
             return None

@@ -17,6 +17,7 @@ from .attention_linear import (
 from .batch import Batch
 from .causal_head import BaseForCausalLM
 from .configuration_linear_transformer import LinearTransformerConfig
+from .masked_attention import attend, attend_causally, softmax_attention_map
 from .modeling_base import BaseModel, BasePreTrainedModel
 from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
 from .recurrent_cache import State, read_state, write_state
@@ -69,6 +70,8 @@ class LinearTransformerSelfAttention(SelfAttention):
         query, key, value = (
             self.in_heads(linear(hidden_states), batch) for linear in (self.query, self.key, self.value)
         )
+        if self.config.feature_map is None:
+            return self.attend_by_softmax(query, key, value, batch)
         query, key = self.query_features(query), self.key_features(key)
         skip, mask = self.convolve(value, batch), batch.mask
         matrix = None
@@ -100,6 +103,23 @@ class LinearTransformerSelfAttention(SelfAttention):
             write_state(batch.cache, self.layer_idx, State.SUMS, state)
         else:
             context = linear_attention(query, key, value, mask)
+        return context if skip is None else context + skip
+
+    def attend_by_softmax(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
+        """Exact attention (B, H, N, D), to compare with, in the same model."""
+        skip, causal = self.convolve(value, batch), self.config.is_decoder
+        attention_map = None
+        if batch.maps is not None:
+            rows = batch.maps.rows
+            attention_map = batch.record(softmax_attention_map(query, key, batch.mask, causal=causal, rows=rows))
+        if attention_map is not None and self.is_eager and batch.maps.rows is None:
+            # Through the map that is returned, so that gradients reach it.
+            context = attention_map @ value
+        elif causal:
+            context = attend_causally(query, key, value)
+        else:
+            by_softmax = attend if self.config._attn_implementation == KERNELS else self.softmax_attention
+            context = by_softmax(query, key, value, batch.mask)
         return context if skip is None else context + skip
 
 

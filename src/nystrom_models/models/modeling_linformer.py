@@ -18,7 +18,7 @@ from .layers import LayerStack
 from .modeling_base import BaseModel, BasePreTrainedModel
 from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
 from .self_attention import SelfAttention
-from .sequence_projection import SequenceProjection
+from .sequence_projection import SequenceProjection, slots_of_heads_mask
 from .task_heads import (
     BaseForMultipleChoice,
     BaseForQuestionAnswering,
@@ -35,21 +35,27 @@ class LinformerPlan(NamedTuple):
     projection: Callable[..., Tensor] | None
 
 
-def make_projection(config: LinformerConfig, projected_dim: int, by_head: bool = False) -> SequenceProjection:
+def make_projection(
+    config: LinformerConfig, projected_dim: int | list[int], by_head: bool = False
+) -> SequenceProjection:
+    """A projection to `projected_dim` slots, one for all heads or one for each."""
     num_heads = config.num_attention_heads if by_head else None
     return SequenceProjection(config.projection_type, projected_dim, config.max_position_embeddings, num_heads)
 
 
 class LinformerSelfAttention(SelfAttention):
+    """Linformer attention of a layer, with the projections that it does not share with other layers."""
+
     def __init__(self, config: LinformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.key_projection = self.value_projection = None
+        self.key_projection = self.value_projection = self.slots_of_heads = None
         by_head = config.has_projection_weights and config.share_projection == "none"
         # A maximum does not commute with the linear layers, and neither does what differs between heads.
         self.projects_first = not by_head and config.projection_type != "max_pool"
         if config.shares_projection_between_layers:
             return
         projected_dim = config.layer_projected_dim(layer_idx)
+        self.slots_of_heads = projected_dim if isinstance(projected_dim, list) else None
         self.key_projection = make_projection(config, projected_dim, by_head)
         if config.has_projection_weights and config.share_projection != "key_value":
             self.value_projection = make_projection(config, projected_dim, by_head)
@@ -73,7 +79,10 @@ class LinformerSelfAttention(SelfAttention):
         skip = None
         if self.conv is not None:
             skip = self.convolve(self.in_heads(self.value(hidden_states), batch), batch)
-        mask = slot_mask(query, self.config.projection_type, self.config.slot_size(self.layer_idx), lengths)
+        if self.slots_of_heads is not None:
+            mask = slots_of_heads_mask(self.slots_of_heads, query).expand(query.shape[0], -1, -1)
+        else:
+            mask = slot_mask(query, self.config.projection_type, self.config.slot_size(self.layer_idx), lengths)
         if batch.maps is not None:
             tokens, bias = without_bias(self.value, hidden_states)
             tokens = self.in_heads(tokens, batch)
@@ -83,7 +92,7 @@ class LinformerSelfAttention(SelfAttention):
                 slots_map(query, keys, matrix, mask, rows=batch.maps.rows, dropout_p=dropout_p)
             )
             if self.is_eager and batch.maps.rows is None and self.config.projection_type != "max_pool":
-                # Through the map that is returned, so that gradients reach it.
+                # The context is computed from the map that is returned, so that gradients reach the map.
                 context = attention_map @ tokens + split_heads(bias, self.num_heads)
                 return context if skip is None else context + skip
         return self.softmax_attention(query, keys, values, mask, self.dropout, skip)
@@ -110,6 +119,8 @@ def without_bias(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinformerStack(LayerStack):
+    """Layers, and the projection that they share, if they do."""
+
     def __init__(self, config: LinformerConfig, self_attention_class: type[SelfAttention]):
         super().__init__(config, self_attention_class)
         self.sequence_projection = None
@@ -127,6 +138,8 @@ class LinformerStack(LayerStack):
 
 
 class LinformerPreTrainedModel(BasePreTrainedModel):
+    """What all Linformers share: configuration, initialisation, loading and saving."""
+
     config: LinformerConfig
     config_class = LinformerConfig
     base_model_prefix = "linformer"

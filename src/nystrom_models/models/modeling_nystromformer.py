@@ -30,10 +30,11 @@ class NystromformerSelfAttention(SelfAttention):
         query, key, value = (
             self.in_heads(project(hidden_states), batch) for project in (self.query, self.key, self.value)
         )
+        landmarks = self.config.layer_num_landmarks(self.layer_idx)
         options = {
-            "num_landmarks": self.config.num_landmarks,
+            "num_landmarks": landmarks,
             "pinv_iterations": self.config.pinv_iterations,
-            "segments": batch.plan,
+            "segments": batch.plan.get(landmarks),
         }
         if batch.maps is not None:
             dropout_p = self.dropout if self.is_eager else 0.0
@@ -56,13 +57,14 @@ class NystromformerSelfAttention(SelfAttention):
 class NystromformerStack(LayerStack):
     """Layers that share the positions of the landmarks' segments."""
 
-    def plan(self, batch: Batch) -> Segments | None:
-        landmarks = self.config.num_landmarks
-        if batch.mask is None or landmarks is None:
-            return None
-        if not is_tracing(batch.mask) and batch.rows[1] <= landmarks:
-            return None
-        return landmark_segments(batch.mask, landmarks)
+    def plan(self, batch: Batch) -> dict[int, Segments]:
+        """The segments of padded rows, by the number of landmarks; without numbers that give exact attention."""
+        if batch.mask is None:
+            return {}
+        numbers = {number for number in self.config.landmarks_by_layer if number is not None}
+        if not is_tracing(batch.mask):
+            numbers = {number for number in numbers if number < batch.rows[1]}
+        return {number: landmark_segments(batch.mask, number) for number in sorted(numbers)}
 
 
 class NystromformerPreTrainedModel(BasePreTrainedModel):

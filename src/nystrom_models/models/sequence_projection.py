@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The projection of a sequence to fewer slots, along the tokens, as a layer.
 
-Legend: B batch, H heads, N tokens, K slots, C hidden size, D head size.
+Legend: B batch, H heads, N tokens, K slots, K* the most slots of a head, C hidden size, D head size.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import initialization as init
 
 from .attention_linformer import project, projection_matrix
@@ -13,19 +14,20 @@ from .attention_linformer import project, projection_matrix
 
 class SequenceProjection(nn.Module):
     """E or F: a (K, N) matrix for "linear", ceil(N / K) taps for "conv", with a leading axis if each head has its own;
-    nothing for pooling.
+    nothing for pooling. Matrices of heads that differ in K lie one below the other, (K of all heads, N).
 
     Args:
         projection_type: "linear", "conv", "mean_pool" or "max_pool".
-        projected_dim: K. length: N, the longest sequence.
+        projected_dim: K; for "linear" also a list with one for each head.
+        length: N, the longest sequence.
         num_heads: H if each head has its own, else None.
-        positive: whether no weight is negative at first.
+        positive: whether no weight is negative at first; not with a list.
     """
 
     def __init__(
         self,
         projection_type: str,
-        projected_dim: int,
+        projected_dim: int | list[int],
         length: int,
         num_heads: int | None = None,
         positive: bool = False,
@@ -33,6 +35,9 @@ class SequenceProjection(nn.Module):
         super().__init__()
         self.projection_type = projection_type
         self.positive = positive
+        self.slots_of_heads = projected_dim if isinstance(projected_dim, list) else None
+        if isinstance(projected_dim, list):
+            num_heads, projected_dim = None, sum(projected_dim)
         self.kernel_size = None if projection_type == "linear" else -(-length // projected_dim)
         shape = (self.kernel_size,) if self.kernel_size else (projected_dim, length)
         # As in the authors' code (Xavier with gain 1/√2): projected tokens then have about the size of tokens.
@@ -44,7 +49,11 @@ class SequenceProjection(nn.Module):
     def initialize_parameters(self) -> None:
         if self.weight is None:
             return
-        if self.positive:
+        if self.slots_of_heads is not None:
+            length = self.weight.shape[1]
+            draws = [torch.randn(slots, length) * (slots + length) ** -0.5 for slots in self.slots_of_heads]
+            init.copy_(self.weight, torch.cat(draws))
+        elif self.positive:
             init.uniform_(self.weight, 0.0, 3**0.5 * self.std)
         else:
             init.normal_(self.weight, mean=0.0, std=self.std)
@@ -52,9 +61,13 @@ class SequenceProjection(nn.Module):
     def forward(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
         """Tokens by rank, (B, N, C) or (B, H, N, D), -> slots (B, K', C) or (B, H, K', D), see `project`.
 
+        Where heads differ, K' is K*, and a head's further slots are zero: see `slots_of_heads_mask`.
         as_matrix: instead, what acts on the tokens, (1 or B, 1 or H, K', N), see `projection_matrix`.
         """
-        arguments = (states, self.weight, self.projection_type, self.kernel_size, lengths)
+        weight: Tensor | None = self.weight
+        if self.slots_of_heads is not None:
+            weight = pad_sequence(weight.split(self.slots_of_heads), batch_first=True)  # (H, K*, N)
+        arguments = (states, weight, self.projection_type, self.kernel_size, lengths)
         return projection_matrix(*arguments).clone() if as_matrix else project(*arguments)
 
     def resize(self, length: int) -> None:
@@ -62,3 +75,8 @@ class SequenceProjection(nn.Module):
         columns = torch.arange(length, device=self.weight.device)
         weight = self.weight.detach()[..., columns % self.weight.shape[-1]]
         self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+
+
+def slots_of_heads_mask(slots: list[int], like: Tensor) -> Tensor:
+    """(1, H, K*) bool, True at the slots that a head has; on the device of `like`."""
+    return torch.arange(max(slots), device=like.device) < torch.tensor(slots, device=like.device)[None, :, None]

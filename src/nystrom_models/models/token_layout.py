@@ -41,6 +41,11 @@ def pad_tokens(states: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor
     return padded.index_copy_(0, places, states.reshape(-1, width)).view(*shape, width)
 
 
+def take_tokens(states: Tensor, tokens: Tensor) -> Tensor:
+    """The states (B, H, R, D) of chosen tokens, (R,) or (B, R) int64, of states (B, H, N, D)."""
+    return split_heads(gather_tokens(merge_heads(states), tokens.expand(len(states), -1)), states.shape[1])
+
+
 def split_heads(states: Tensor, num_heads: int) -> Tensor:
     """(B, N, H·D) -> (B, H, N, D), a view."""
     batch, length, width = states.shape

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
-from .model_card import FAMILIES, TEMPLATE, limits_of
+from .model_card import FAMILIES, TEMPLATE, limits_of, span
 
 PAPERS = {
     "linear_transformer": (
@@ -38,12 +38,16 @@ def _attention(config: BaseConfig) -> str:
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is None:
             return "softmax, exact: the control of the Nyström models"
-        return f"Nyström, {config.num_landmarks} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse"
+        landmarks = span(config.num_landmarks)
+        return f"Nyström, {landmarks} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse"
     if isinstance(config, LinearTransformerConfig):
         projected = (
             "" if config.projected_dim is None else f", keys and values projected to {config.projected_dim} slots"
         )
-        return f"linear, {'causal, ' if config.is_decoder else ''}feature map {config.feature_map}{projected}"
+        causal = "causal, " if config.is_decoder else ""
+        if config.feature_map is None:
+            return f"softmax, {causal}exact: the control of the linear models"
+        return f"linear, {causal}feature map {config.feature_map}{projected}"
     shared = {
         "none": "not shared",
         "headwise": "shared by the heads of a layer",
@@ -51,11 +55,12 @@ def _attention(config: BaseConfig) -> str:
         "layerwise": "shared by all heads, keys, values and layers",
     }
     projections = f"{config.projection_type} projections {shared[config.share_projection]}"
-    return f"Linformer, k = {config.projected_dim}, {projections}"
+    return f"Linformer, k = {span(config.projected_dim)}, {projections}"
 
 
 def _summary(config: BaseConfig) -> str:
-    linear = not (isinstance(config, NystromformerConfig) and config.num_landmarks is None)
+    # None of either is exact softmax attention.
+    linear = getattr(config, "num_landmarks", 1) is not None and getattr(config, "feature_map", "") is not None
     longest = config.max_position_embeddings
     return (
         f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for "

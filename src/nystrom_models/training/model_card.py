@@ -88,6 +88,14 @@ def _num_parameters(output_dir: Path) -> int:
     return count
 
 
+def span(value: int | Sequence[int] | Sequence[Sequence[int]]) -> str:
+    """A number, or the least and the greatest of a list, or of lists: "5 to 8"."""
+    if isinstance(value, int):
+        return str(value)
+    numbers = [number for item in value for number in ([item] if isinstance(item, int) else item)]
+    return f"{min(numbers)} to {max(numbers)}" if len(set(numbers)) > 1 else str(numbers[0])
+
+
 def limits_of(config: BaseConfig) -> list[str]:
     """Sentences about what a model of this configuration cannot do, whatever it was trained on."""
     limits = []
@@ -97,9 +105,10 @@ def limits_of(config: BaseConfig) -> list[str]:
         )
     if isinstance(config, NystromformerConfig):
         if config.num_landmarks is not None:
+            fewest = min(number for number in config.landmarks_by_layer if number is not None)
             limits.append(
-                f"Inputs of more than {config.num_landmarks} tokens get an approximation of softmax attention through "
-                f"{config.num_landmarks} landmarks; shorter ones get it exactly."
+                f"Inputs of more than {fewest} tokens get an approximation of softmax attention through "
+                f"{span(config.num_landmarks)} landmarks; shorter ones get it exactly."
             )
         limits.append(
             "Loaded without `nystrom_models` and without `trust_remote_code=True`, it becomes Transformers' own class "
@@ -111,13 +120,14 @@ def limits_of(config: BaseConfig) -> list[str]:
             )
         )
     elif isinstance(config, LinformerConfig):
-        slots = config.projected_dim
-        number = f"{min(slots)} to {max(slots)}" if isinstance(slots, list) else str(slots)
+        number = span(config.projected_dim)
         limits.append(f"Attention goes through {number} slots that keys and values are projected to, at any length.")
     elif isinstance(config, LinearTransformerConfig):
         limits.append(
-            "However long the text is, each head holds it in a sum of fixed size: single tokens far back are recalled "
-            "less sharply than by softmax attention."
+            "Attention takes time and memory quadratic in the tokens, and a text is written without a cache."
+            if config.feature_map is None
+            else "However long the text is, each head holds it in a sum of fixed size: single tokens far back are "
+            "recalled less sharply than by softmax attention."
         )
     return limits
 

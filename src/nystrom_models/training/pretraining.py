@@ -102,7 +102,13 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> B
     ids = {field_name: getattr(tokenizer, name) for field_name, name in names.items()}
     known = {field_name: token_id for field_name, token_id in ids.items() if token_id is not None}
     wanted = "an encoder of this package, such as configs/nystromformer/base-512.json"
-    return read_config(args, tokenizer, known, wanted)
+    config = read_config(args, tokenizer, known, wanted)
+    if config.is_decoder:
+        raise ValueError(
+            f"{args.config_name or args.model_name_or_path} describes a causal model, in which a masked token sees "
+            f"only those before it: train it by run_clm.py, or let --config_name name {wanted}."
+        )
+    return config
 
 
 def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's attention measured on its own inputs, layer by layer."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .capture import LayerAttention, visit_attention
+from .measures import (
+    cumulative_share,
+    exact_map,
+    landmark_matrix,
+    nystrom_map,
+    pinv_residual,
+    singular_values,
+    squared_sums,
+    squared_tails,
+)
+from .results import Inspection, Layer, Setting, Spectrum, Sums
+
+NUM_LANDMARKS = (16, 32, 64, 128, 256)
+# Pixels along a side of the maps that are kept to be drawn.
+PICTURE = 128
+
+
+def inspect_attention(
+    model: PreTrainedModel,
+    inputs: Iterable[Mapping[str, Tensor]],
+    *,
+    num_landmarks: Sequence[int] = NUM_LANDMARKS,
+    pinv_iterations: Sequence[int] = (6,),
+    max_rows: int = 512,
+    layers: Collection[int] | None = None,
+    token: int | None = None,
+    seed: int = 0,
+    on_layer: Callable[[], object] = lambda: None,
+) -> Inspection:
+    """Measures how near linear attention comes to exact softmax attention in each layer and head of a model.
+
+    Every layer is measured on what it gets in the model as it is: in a model of Transformers, what exact attention
+    made of the text in the layers before; in one of this package, what its own attention did.
+
+    - Models of Transformers and Nyströmformers: Nyström attention with each of `num_landmarks` and `pinv_iterations`.
+      A Nyströmformer's own numbers belong to them in any case.
+    - Linformers: their own projections. Linear transformers: the map of their kernel.
+    - All: the singular values of the true maps, of rows of at most `max_rows` tokens, the longest that there are.
+
+    Convolutions are left out, as they are no approximation. See `measures` for the formulas.
+
+    Args:
+        model: see `visit_attention`.
+        inputs: what the model is called with, a call each. Rows of one number of valid tokens are one length.
+        num_landmarks, pinv_iterations: to be tried.
+        max_rows: rows of a map that are measured; of more tokens, so many are drawn at random, without replacement.
+        layers: the attention layers to measure, counted from 0; all if None.
+        token: the place of a token, counted from 0, -1 for the last; `Layer.token` then holds what it attends to in
+            the first of the longest rows, exactly and with the main setting.
+        seed: of the rows that are drawn.
+        on_layer: called after each layer, for a progress bar.
+
+    Raises:
+        ValueError: for numbers below 1, layers or a token that do not exist, models that cannot be inspected.
+    """
+    for name, numbers in (("num_landmarks", num_landmarks), ("pinv_iterations", pinv_iterations)):
+        if not numbers or min(numbers) < 1:
+            raise ValueError(f"{name} must be numbers of at least 1, but is {list(numbers)}.")
+    if max_rows < 2:
+        raise ValueError(f"max_rows must be at least 2, but is {max_rows}.")
+    measuring = _Measuring(model, num_landmarks, pinv_iterations, max_rows, layers, token, seed, on_layer)
+    skipped: dict[str, str] = {}
+    for call in inputs:
+        skipped |= visit_attention(model, call, measuring.visit)
+    if not measuring.seen:
+        raise ValueError("inputs holds no call of the model: give at least one.")
+    if layers is not None and (unknown := sorted(set(layers) - measuring.seen)):
+        raise ValueError(f"layers names {unknown}, but the model's attention layers are 0 to {max(measuring.seen)}.")
+    found = dict(sorted(measuring.layers.items()))
+    settings = sorted(
+        {setting for layer in found.values() for setting in layer.errors},
+        key=lambda s: (s.length, s.method, s.num_landmarks or 0, s.pinv_iterations or 0),
+    )
+    return Inspection(found, settings, measuring.main_setting(settings), skipped)
+
+
+class _Measuring:
+    """What `inspect_attention` gathers while the model runs."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_landmarks: Sequence[int],
+        pinv_iterations: Sequence[int],
+        max_rows: int,
+        layers: Collection[int] | None,
+        token: int | None,
+        seed: int,
+        on_layer: Callable[[], object],
+    ):
+        # With one number a layer there is no setting that all layers share.
+        own = getattr(model.config, "num_landmarks", None)
+        own_numbers = [number for number in (own if isinstance(own, list) else [own]) if number is not None]
+        own_iterations = getattr(model.config, "pinv_iterations", None)
+        self.num_landmarks = sorted({*num_landmarks, *own_numbers})
+        self.pinv_iterations = sorted({*pinv_iterations} | ({own_iterations} if own_iterations else set()))
+        self.main_landmarks: int = own if isinstance(own, int) else _middle(self.num_landmarks)
+        self.main_iterations: int = own_iterations or _middle(self.pinv_iterations)
+        self.max_rows, self.chosen_layers, self.token, self.seed = max_rows, layers, token, seed
+        self.on_layer = on_layer
+        self.layers: dict[int, Layer] = {}
+        self.seen: set[int] = set()
+        self.rows: dict[int, Tensor] = {}
+
+    def visit(self, attention: LayerAttention) -> None:
+        self.seen.add(attention.index)
+        if self.chosen_layers is None or attention.index in self.chosen_layers:
+            for row in range(len(attention.query)):
+                self.measure(_Row(attention, row))
+        self.on_layer()
+
+    def measure(self, row: "_Row") -> None:
+        index, length = row.attention.index, row.length
+        layer = self.layers.setdefault(index, Layer(row.attention.name, len(row.query)))
+        rows = self.rows_of(length).to(row.query.device)
+        exact = row.exact_map(rows)
+        exact_output = exact @ row.value
+        main = None
+        for setting in self.settings(row):
+            found, output = row.approximation(setting, rows)
+            sums = Sums(squared_sums(found, exact).cpu(), squared_sums(output, exact_output).cpu())
+            if setting.num_landmarks is not None and setting.num_landmarks < length:
+                matrix = landmark_matrix(row.query, row.key, setting.num_landmarks, row.attention.scaling)
+                sums.residuals.append(pinv_residual(matrix, setting.pinv_iterations or 0).cpu())
+            layer.add_errors(setting, sums)
+            if self.is_main(setting):
+                main = found
+        is_longest = layer.spectrum is None or layer.spectrum.length <= length
+        if length <= self.max_rows and is_longest:
+            values = singular_values(exact).cpu()
+            layer.add_spectrum(Spectrum(length, cumulative_share(values), squared_tails(values)))
+            if main is not None and layer.spectrum is not None and layer.spectrum.texts == 1:
+                layer.pictures = torch.stack([_shrunk(exact), _shrunk(main)])
+        if self.token is not None and (layer.token is None or layer.token.shape[-1] < length):
+            layer.token = self.rows_of_token(row).cpu()
+
+    def settings(self, row: "_Row") -> list[Setting]:
+        if row.attention.own is not None:
+            return [Setting(row.length, row.attention.method)]
+        return [
+            Setting(row.length, "nystrom", number, iterations)
+            for number in self.num_landmarks
+            for iterations in self.pinv_iterations
+        ]
+
+    def is_main(self, setting: Setting) -> bool:
+        """Whether a setting is the main one, but for its length."""
+        wanted = (self.main_landmarks, self.main_iterations)
+        return setting.method != "nystrom" or (setting.num_landmarks, setting.pinv_iterations) == wanted
+
+    def main_setting(self, settings: Sequence[Setting]) -> Setting:
+        """At the greatest length the model's own setting, or the middle one of those that were tried."""
+        length = max(setting.length for setting in settings)
+        return next(setting for setting in settings if setting.length == length and self.is_main(setting))
+
+    def rows_of(self, length: int) -> Tensor:
+        """The rows of a map that are measured, (R,) int64, the same in all layers."""
+        if length not in self.rows:
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = torch.randperm(length, generator=generator)[: self.max_rows]
+            self.rows[length] = drawn.sort().values
+        return self.rows[length]
+
+    def rows_of_token(self, row: "_Row") -> Tensor:
+        """(2, H, N): what the chosen token attends to, exactly and with the main setting."""
+        assert self.token is not None
+        if not -row.length <= self.token < row.length:
+            raise ValueError(f"token must lie between 0 and {row.length - 1}, or be negative, but is {self.token}.")
+        place = torch.tensor([self.token % row.length], device=row.query.device)
+        setting = next(setting for setting in self.settings(row) if self.is_main(setting))
+        return torch.stack([row.exact_map(place)[:, 0], row.approximation(setting, place)[0][:, 0]])
+
+
+class _Row:
+    """The valid tokens of one row in one layer: query, key, value (H, N, D), in float32 at least."""
+
+    def __init__(self, attention: LayerAttention, row: int):
+        self.attention, self.row = attention, row
+        states = (attention.query[row], attention.key[row], attention.value[row])
+        if attention.mask is not None:
+            states = tuple(tensor[:, attention.mask[row]] for tensor in states)  # type: ignore[assignment]
+        dtype = torch.promote_types(attention.query.dtype, torch.float32)
+        self.query, self.key, self.value = (tensor.to(dtype) for tensor in states)
+        self.length = self.query.shape[1]
+
+    def exact_map(self, rows: Tensor) -> Tensor:
+        return exact_map(self.query, self.key, self.attention.scaling, rows, self.attention.is_causal)
+
+    def approximation(self, setting: Setting, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The map (H, R, N) and the output (H, R, D)."""
+        if self.attention.own is not None:
+            # There, the valid tokens come first in each row.
+            own_map, output = self.attention.own(rows)
+            return own_map[self.row, :, :, : self.length].to(self.query.dtype), output[self.row].to(self.query.dtype)
+        iterations = setting.pinv_iterations or 0
+        found = nystrom_map(self.query, self.key, setting.num_landmarks, iterations, self.attention.scaling, rows)
+        return found, found @ self.value
+
+
+def _middle(numbers: Sequence[int]) -> int:
+    return numbers[len(numbers) // 2]
+
+
+def _shrunk(attention_map: Tensor) -> Tensor:
+    """(H, N, N) -> (H, P, P), means of blocks, for a picture."""
+    return F.adaptive_avg_pool2d(attention_map, min(PICTURE, attention_map.shape[-1])).half().cpu()

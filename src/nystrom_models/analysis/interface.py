@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function of ours in place of the attention of a model of Transformers, for some time.
+
+Legend: B batch, H heads, N tokens, D head size.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import sdpa_mask
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def attending_by(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
+    """All attention of the model that goes through `AttentionInterface` is computed by a function.
+
+    It is registered under a name of its own, with the masks of "sdpa", and all parts of the model get this name.
+    Afterwards everything is as it was.
+
+    attention: with the arguments of `sdpa_attention_forward`.
+    """
+    name = f"nystrom_models_analysis_{next(_numbers)}"
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    try:
+        for config, _ in before:
+            # By its own setter, a configuration would hand the name on to parts that another model may share.
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(name)
+
+
+def key_mask(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]
+) -> tuple[Tensor | None, str | None]:
+    """The valid keys, (B, N) bool or None for all; and why the layer has no such mask, if it has none."""
+    if query.shape[2] != key.shape[2]:
+        return None, "it attends to other tokens than its own (cross-attention)"
+    causal = options.get("is_causal")
+    if mask is None and (getattr(module, "is_causal", True) if causal is None else causal):
+        return None, "it is causal"
+    if options.get("sliding_window") is not None:
+        return None, "it sees a local window, which is linear already"
+    for name in ("position_bias", "softcap", "s_aux"):
+        if options.get(name) is not None:
+            return None, f"its scores are changed by {name}"
+    if mask is None:
+        return None, None
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not (hidden | (mask == 0)).all():
+            return None, "a bias is added to its scores"
+        mask = ~hidden
+    if mask.dim() != 4 or not (mask == mask[:, :1, :1]).all():
+        return None, "its mask differs between tokens or heads"
+    return mask[:, 0, 0].expand(query.shape[0], -1), None

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print a script by which a shell completes this command.
+
+For bash, once: nystrom-models completion bash > ~/.local/share/bash-completion/completions/nystrom-models
+For zsh, into a folder of $fpath: nystrom-models completion zsh > FOLDER/_nystrom-models
+"""
+
+import argparse
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="The shell.")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    try:
+        # A script that is printed once completes at once; asking the program would import PyTorch at each Tab.
+        import shtab
+    except ImportError as error:
+        raise ImportError("completion needs shtab: pip install 'nystrom-models[cli]'.") from error
+
+    from .main import make_parser
+
+    print(shtab.complete(make_parser(), arguments.shell))

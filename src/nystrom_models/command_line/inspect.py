@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure how near linear attention comes to a model's exact attention, by layer and head.
+
+Takes models of this package and any encoder of Transformers, and a text of yours. Writes a page with tables and
+pictures, inspection.html; the same as data, inspection.json; and the pictures as PNG.
+
+    nystrom-models inspect google-bert/bert-base-uncased --text_file articles.txt --output_dir outputs/inspection
+"""
+
+import argparse
+from typing import Any
+
+DEFAULT_LENGTH = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="Folder or Hub name of the model.")
+    parser.add_argument(
+        "--text_file",
+        required=True,
+        nargs="+",
+        help="Text to measure on: .txt with empty lines between documents, .json, .jsonl, .csv, .tsv or .parquet, "
+        "each also .gz.",
+    )
+    parser.add_argument("--output_dir", required=True, help="Everything is written here.")
+    parser.add_argument("--text_column_name", default="text", help="Column of the text (default: text).")
+    parser.add_argument("--tokenizer_name", help="Another tokenizer than the model's.")
+    parser.add_argument(
+        "--num_landmarks",
+        type=int,
+        nargs="+",
+        help="Numbers of landmarks to try (default: 16 32 64 128 256). A Nyströmformer's own is tried in any case.",
+    )
+    parser.add_argument(
+        "--pinv_iterations", type=int, nargs="+", default=[6], help="Steps of the pseudo-inverse to try (default: 6)."
+    )
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        help=f"Tokens of a row, special tokens included (default: {DEFAULT_LENGTH}, or what the model takes).",
+    )
+    parser.add_argument("--max_samples", type=int, default=4, help="Texts to measure at each length (default: 4).")
+    parser.add_argument(
+        "--max_rows",
+        type=int,
+        default=512,
+        help="Rows of each map to measure; of longer texts, so many tokens are drawn. Singular values are those of "
+        "texts of at most so many tokens (default: 512).",
+    )
+    parser.add_argument(
+        "--error",
+        type=float,
+        default=0.1,
+        help="Say how many landmarks, or what rank, this error needs (default: 0.1).",
+    )
+    parser.add_argument("--layers", type=int, nargs="+", help="Attention layers to measure, from 0 (default: all).")
+    parser.add_argument(
+        "--token", type=int, help="Show what the token at this place attends to, from 0; -1 is the last."
+    )
+    parser.add_argument(
+        "--mlm_accuracy",
+        action="store_true",
+        help="Also mask tokens, and measure how many the model finds with each number of landmarks. For more certain "
+        "figures, raise --max_samples.",
+    )
+    parser.add_argument("--device", help="Where to compute, such as cuda or cpu (default: cuda where there is one).")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the rows that are drawn (default: 0).")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("num_landmarks", "pinv_iterations", "lengths"):
+        numbers = getattr(arguments, name)
+        if numbers is not None and min(numbers) < 1:
+            raise ValueError(f"--{name} must be numbers of at least 1, but is {' '.join(map(str, numbers))}.")
+    for name, least in (("max_samples", 1), ("max_rows", 2)):
+        if getattr(arguments, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, but is {getattr(arguments, name)}.")
+    if not 0 < arguments.error < 1:
+        raise ValueError(f"--error must lie between 0 and 1, but is {arguments.error}.")
+    if arguments.layers is not None and min(arguments.layers) < 0:
+        raise ValueError(f"--layers are counted from 0, but {min(arguments.layers)} is given.")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    try:
+        import torch
+        from tqdm.auto import tqdm
+
+        from ..analysis import NUM_LANDMARKS, inspect_attention
+        from ..analysis.masked_accuracy import masked_accuracy
+        from ..analysis.report import attended, content, write_report
+        from ..analysis.texts import longest_row, token_rows
+        from ..data.files import load_files
+    except ImportError as error:
+        raise ImportError(f"inspect needs {error.name}: pip install 'nystrom-models[train]'.") from error
+    from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+    from ..models.configuration_nystromformer import NystromformerConfig
+    from ..models.modeling_base import BasePreTrainedModel
+    from .env import environment
+
+    try:
+        device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"--device {arguments.device} cannot be used here: {error}") from error
+    documents = load_files(arguments.text_file, "--text_file")
+    if arguments.text_column_name not in documents.column_names:
+        raise ValueError(
+            f"--text_column_name {arguments.text_column_name} is no column of --text_file, which has "
+            f"{', '.join(documents.column_names)}."
+        )
+    texts = documents[arguments.text_column_name]
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.checkpoint)
+    model_class = AutoModelForMaskedLM if arguments.mlm_accuracy else AutoModel
+    whole = _load(model_class, arguments.checkpoint).to(device)
+    model = whole.get_encoder() if whole.config.is_encoder_decoder else whole.base_model
+    if arguments.mlm_accuracy:
+        if tokenizer.mask_token_id is None or whole.config.is_encoder_decoder:
+            raise ValueError("--mlm_accuracy needs an encoder, and a tokenizer with a mask token.")
+        if isinstance(whole, BasePreTrainedModel) and not isinstance(whole.config, NystromformerConfig):
+            raise ValueError(
+                f"--mlm_accuracy is for attention through landmarks, and {type(whole).__name__} has none."
+            )
+
+    limit = longest_row(model, tokenizer)
+    lengths = sorted(set(arguments.lengths or [min(DEFAULT_LENGTH, limit)]))
+    if lengths[-1] > limit:
+        raise ValueError(f"--lengths names {lengths[-1]}, but the model takes {limit} tokens.")
+    # The singular values, too, want a length.
+    wanted = lengths if lengths[0] <= arguments.max_rows else [arguments.max_rows, *lengths]
+    calls = []
+    for length in wanted:
+        try:
+            rows = token_rows(texts, tokenizer, length, arguments.max_samples)
+        except ValueError as error:
+            raise ValueError(f"--lengths {length}: {error} Give shorter --lengths, or more in --text_file.") from error
+        calls += rows
+    if arguments.token is not None and not -lengths[-1] <= arguments.token < lengths[-1]:
+        raise ValueError(f"--token {arguments.token} is not in a row of {lengths[-1]} tokens.")
+
+    layers = getattr(model.config, "num_hidden_layers", 1)
+    with tqdm(total=len(calls) * layers, unit="layer", desc="Inspecting", disable=None) as bar:
+        inspection = inspect_attention(
+            model,
+            ({name: tensor.to(device) for name, tensor in call.items()} for call in calls),
+            num_landmarks=arguments.num_landmarks or NUM_LANDMARKS,
+            pinv_iterations=arguments.pinv_iterations,
+            max_rows=arguments.max_rows,
+            layers=arguments.layers,
+            token=arguments.token,
+            seed=arguments.seed,
+            on_layer=bar.update,
+        )
+    longest = [call for call in calls if call["input_ids"].shape[1] == lengths[-1]]
+    if arguments.mlm_accuracy:
+        numbers = {setting.num_landmarks for setting in inspection.settings if setting.num_landmarks is not None}
+        inspection.mlm = masked_accuracy(
+            whole,
+            [{name: tensor.to(device) for name, tensor in call.items()} for call in longest],
+            [None, *sorted(numbers)],
+            mask_token_id=tokenizer.mask_token_id,
+            special_ids=tokenizer.all_special_ids,
+            pinv_iterations=inspection.main.pinv_iterations or 6,
+            seed=arguments.seed,
+        )
+    token = None
+    if arguments.token is not None:
+        ids = longest[0]["input_ids"][0]
+        token = attended(inspection, arguments.token, ids, lambda number: str(tokenizer.convert_ids_to_tokens(number)))
+    found = content(
+        inspection,
+        error=arguments.error,
+        model={"name": arguments.checkpoint, "model_type": model.config.model_type},
+        settings={
+            "texts": len(longest),
+            "max_rows": arguments.max_rows,
+            "seed": arguments.seed,
+            "device": str(device),
+        },
+        command=arguments.command_line,
+        versions=environment(),
+        token=token,
+    )
+    paths = write_report(inspection, found, arguments.output_dir)
+    for line in summary(found):
+        print(line)
+    print(f"Written to {paths[0]}, {paths[1].name} and {len(paths) - 2} pictures")
+
+
+def _load(model_class: Any, checkpoint: str) -> Any:
+    """The model in float32, so that what is measured is the approximation and not the rounding.
+
+    Raises:
+        ValueError: if weights that count are not in the checkpoint, and would be random.
+    """
+    import torch
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # of heads that are left out, it would report each weight
+    try:
+        model, info = model_class.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    if missing := sorted(name for name in info["missing_keys"] if "pooler" not in name):
+        raise ValueError(
+            f"{checkpoint} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: give a whole "
+            "checkpoint, and one with a masked language modelling head for --mlm_accuracy."
+        )
+    return model
+
+
+def summary(found: dict) -> list[str]:
+    """The main figures: the errors of each layer, and what the wanted error needs."""
+    main, needed = found["main_setting"], found["needed"]
+    rows = [row for row in found["errors"] if all(row[name] == value for name, value in main.items())]
+    lines = [", ".join(f"{name} {value}" for name, value in main.items() if value is not None)]
+    lines.append(f"{'layer':>5} {'output error':>13} {'map error':>10}")
+    lines += [f"{row['layer']:>5} {row['output_error']:>13.4f} {row['map_error']:>10.4f}" for row in rows]
+    for row in found["mlm"] or []:
+        number = "exact attention" if row["num_landmarks"] is None else f"{row['num_landmarks']} landmarks"
+        lines.append(f"Masked tokens with {number}: {row['mlm_accuracy']:.1%} ± {row['standard_error']:.1%}")
+    lines.append(f"An error of {needed['error']:g} needs")
+    for name in ("num_landmarks", "projected_dim"):
+        if needed[name]["by_layer"]:
+            lines.append(f"  {name}={needed[name]['by_layer']}")
+    return lines

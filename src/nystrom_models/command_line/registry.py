@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommands by name."""
+
+import argparse
+from typing import Protocol
+
+from . import completion, env, inspect
+
+
+class Command(Protocol):
+    """What the module of a subcommand offers. Its docstring is the help: the first line in lists, all of it with
+    `--help`."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the flags."""
+
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Does it. ValueError, OSError and ImportError are the user's to mend, and shown in one line."""
+
+
+COMMANDS: dict[str, Command] = {
+    "inspect": inspect,
+    "env": env,
+    "completion": completion,
+}

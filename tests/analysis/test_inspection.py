@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models: errors against the paper's equations in float64 on the states of the model, and known answers."""
+
+import pytest
+import torch
+
+from nystrom_models.analysis import Setting, inspect_attention
+from nystrom_models.models.attention_nystrom import nystrom_attention_reference
+from nystrom_models.models.masked_attention import attend
+from tests.analysis.models import make_model, padded_batch
+
+LENGTHS = (37, 23)
+
+
+def alone(lengths):
+    """The rows of `padded_batch` by themselves, without padding."""
+    rows = padded_batch(lengths)["input_ids"]
+    return [{"input_ids": row[None, :length]} for row, length in zip(rows, lengths, strict=True)]
+
+
+def states_in_double(model, inputs):
+    """q, k and v of each layer of a BERT, (H, N, D), from its hidden states."""
+    hidden = model(**inputs, output_hidden_states=True).hidden_states
+    for states, layer in zip(hidden, model.encoder.layer, strict=False):
+        module = layer.attention.self
+        yield [
+            torch.nn.functional.linear(states[0].double(), part.weight.double(), part.bias.double())
+            .view(-1, 4, 8)
+            .transpose(0, 1)
+            for part in (module.query, module.key, module.value)
+        ]
+
+
+def test_errors_of_a_bert_are_those_of_the_paper_in_float64():
+    model, (call,) = make_model("Bert"), alone([37])
+    found = inspect_attention(model, [call], num_landmarks=[4, 16, 64], pinv_iterations=[6, 12])
+    assert found.main == Setting(37, "nystrom", 16, 12) and len(found.settings) == 6
+    with torch.no_grad():
+        for index, (query, key, value) in enumerate(states_in_double(model, call)):
+            exact = attend(query[None], key[None], value[None])[0]
+            for setting in found.settings:
+                output = nystrom_attention_reference(
+                    query[None],
+                    key[None],
+                    value[None],
+                    num_landmarks=setting.num_landmarks,
+                    pinv_iterations=setting.pinv_iterations,
+                )[0]
+                wanted = (output - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+                error = found.output_error(index, setting)
+                torch.testing.assert_close(error, wanted, rtol=1e-3, atol=1e-6)
+                together = ((output - exact).norm() / exact.norm()).item()
+                assert found.layer_error(index, setting) == pytest.approx(together, rel=1e-3, abs=1e-6)
+                if setting.num_landmarks == 64:
+                    assert not error.any() and found.residual(index, setting) is None
+                else:
+                    assert error.min() > 1e-3
+            values = torch.linalg.svdvals(torch.softmax(query @ key.mT * 8**-0.5, dim=-1))
+            spectrum = found.layers[index].spectrum
+            share = values.cumsum(-1) / values.sum(-1, keepdim=True)
+            torch.testing.assert_close(spectrum.share.double(), share, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "side", "fields"),
+    [
+        ("Bert", "right", {}),  # on the left, padding counts in its positions
+        ("Nystromformer", "left", {"num_landmarks": 8}),
+        ("Linformer", "left", {"projected_dim": 8}),
+        ("LinearTransformer", "right", {"is_decoder": True}),
+    ],
+)
+def test_padding_changes_nothing(family, side, fields):
+    model = make_model(family, **fields)
+    padded = inspect_attention(model, [padded_batch(LENGTHS, side)], num_landmarks=[8])
+    by_themselves = inspect_attention(model, alone(LENGTHS), num_landmarks=[8])
+    assert [setting.length for setting in padded.settings] == [23, 37] and padded.settings == by_themselves.settings
+    for layer in range(2):
+        for setting in padded.settings:
+            for measure in ("map_error", "output_error"):
+                errors = [getattr(found, measure)(layer, setting) for found in (padded, by_themselves)]
+                torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-5)
+        assert padded.layers[layer].spectrum.length == 37
+
+
+def test_attention_that_is_the_same_everywhere_needs_one_landmark_and_rank_one():
+    model = make_model("Bert")
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight.zero_()
+            layer.attention.self.query.bias.zero_()
+    found = inspect_attention(model, alone([37]), num_landmarks=[1, 8])
+    assert found.landmarks_needed(0.01) == {"by_layer": [1, 1], "by_head": [[1] * 4] * 2}
+    assert found.ranks_needed(0.01) == {"by_layer": [1, 1], "by_head": [[1] * 4] * 2}
+    # And what cannot be had but with all tokens takes all of them.
+    found = inspect_attention(make_model("Bert"), alone([37]), num_landmarks=[2, 4])
+    assert found.landmarks_needed(1e-6)["by_layer"] == [37, 37]
+    assert all(30 <= rank <= 37 for rank in found.ranks_needed(1e-4)["by_layer"])
+
+
+@pytest.mark.parametrize(("family", "fields"), [("Linformer", {"projected_dim": 8}), ("LinearTransformer", {})])
+def test_families_without_landmarks_are_measured_by_their_own_maps(family, fields):
+    model, (call,) = make_model(family, **fields), alone([37])
+    found = inspect_attention(model, [call])
+    method = {"Linformer": "linformer", "LinearTransformer": "linear"}[family]
+    assert found.settings == [found.main] == [Setting(37, method)]
+    outputs = model(**call, output_attentions=True, output_hidden_states=True)
+    for index, layer in enumerate(model.encoder.layer):
+        states, module = outputs.hidden_states[index], layer.attention.self
+        query, key = (part(states)[0].view(37, 4, 8).transpose(0, 1).double() for part in (module.query, module.key))
+        exact = torch.softmax(query @ key.mT * 8**-0.5, dim=-1)
+        wanted = (outputs.attentions[index][0] - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+        torch.testing.assert_close(found.map_error(index, found.main), wanted, rtol=1e-3, atol=1e-5)
+    assert found.landmarks_needed(0.1) == {"by_layer": [], "by_head": []}
+    assert len(found.ranks_needed(0.1)["by_head"][0]) == 4
+
+
+def test_a_nystromformers_own_landmarks_are_measured_and_long_rows_are_drawn():
+    model, (call,) = make_model("Nystromformer", num_landmarks=10, pinv_iterations=4), alone([37])
+    found = inspect_attention(model, [call], num_landmarks=[4], pinv_iterations=[6], max_rows=20, token=-1)
+    assert found.main == Setting(37, "nystrom", 10, 4)
+    assert found.layers[0].spectrum is None and found.ranks_needed(0.1)["by_layer"] == []
+    assert found.layers[0].token.shape == (2, 4, 37)
+    whole = inspect_attention(model, [call], num_landmarks=[4], pinv_iterations=[6])
+    for layer in range(2):
+        # Of 37 rows 20 were drawn: near the whole, and not the same.
+        drawn, all_rows = (result.layer_error(layer, found.main, "map") for result in (found, whole))
+        assert drawn != all_rows and drawn == pytest.approx(all_rows, rel=0.3)
+    again = inspect_attention(model, [call], num_landmarks=[4], pinv_iterations=[6], max_rows=20)
+    assert again.layer_error(1, found.main) == found.layer_error(1, found.main)
+    maps = model(**call, output_attentions=True).attentions
+    torch.testing.assert_close(found.layers[1].token[1], maps[1][0, :, -1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_landmarks": []}, "num_landmarks"),
+        ({"pinv_iterations": [0]}, "pinv_iterations"),
+        ({"max_rows": 1}, "max_rows"),
+        ({"layers": [1, 2]}, r"layers names \[2\].*0 to 1"),
+        ({"token": 37}, "token must lie between 0 and 36"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        inspect_attention(make_model("Bert"), alone([37]), **options)
+    with pytest.raises(ValueError, match="inputs holds no call"):
+        inspect_attention(make_model("Bert"), [])

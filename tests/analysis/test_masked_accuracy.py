@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masked tokens found with attention through landmarks, against models that attend so themselves."""
+
+import copy
+
+import pytest
+import torch
+
+from nystrom_models.analysis.masked_accuracy import attending_through, masked_accuracy
+from nystrom_models.models.attention_nystrom import nystrom_attention_reference
+from tests.analysis.models import make_model, padded_batch
+
+ROW = {"input_ids": padded_batch([37])["input_ids"]}
+OPTIONS = {"mask_token_id": 2, "special_ids": [0, 1, 2]}
+
+
+def test_accuracy_and_loss_are_those_of_the_models_logits():
+    model = make_model("Nystromformer", "ForMaskedLM", num_landmarks=8, max_position_embeddings=64)
+    rows = [ROW, {"input_ids": ROW["input_ids"].flip(1)}]
+    exact, few = masked_accuracy(model, rows, [None, 4], **OPTIONS, mlm_probability=0.5)
+    assert model.config.num_landmarks == 8 and exact["tokens"] == few["tokens"] > 20
+    generator = torch.Generator().manual_seed(0)
+    other = copy.deepcopy(model)
+    other.config.num_landmarks = 4
+    logits, labels = [], []
+    for row in rows:
+        ids = row["input_ids"]
+        chosen = torch.rand(ids.shape, generator=generator) < 0.5
+        with torch.no_grad():
+            logits.append(other(ids.masked_fill(chosen, 2)).logits[chosen])
+        labels.append(ids[chosen])
+    logits, labels = torch.cat(logits), torch.cat(labels)
+    assert few["mlm_accuracy"] == pytest.approx((logits.argmax(-1) == labels).double().mean().item())
+    assert few["mlm_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)
+    assert few["mlm_loss"] != exact["mlm_loss"]
+
+
+@torch.no_grad()
+def test_a_bert_attends_through_landmarks_for_the_time_being():
+    model = make_model("Bert")
+    inputs = padded_batch([37, 23])
+    exact = model(**inputs).last_hidden_state
+    outputs = []
+    handle = model.encoder.layer[0].attention.self.register_forward_hook(lambda *args: outputs.append(args[2][0]))
+    with attending_through(model, 5, pinv_iterations=4):
+        approximated = model(**inputs).last_hidden_state
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(model(**inputs).last_hidden_state, exact)
+    valid = inputs["attention_mask"].bool()
+    assert (approximated - exact)[valid].norm() / exact[valid].norm() > 1e-2
+    module = model.encoder.layer[0].attention.self
+    states = model.embeddings(inputs["input_ids"])
+    query, key, value = (
+        part(states).view(2, 37, 4, 8).transpose(1, 2) for part in (module.query, module.key, module.value)
+    )
+    wanted = nystrom_attention_reference(query, key, value, valid, num_landmarks=5, pinv_iterations=4)
+    wanted = wanted.transpose(1, 2).flatten(2)
+    torch.testing.assert_close(outputs[0][valid], wanted[valid], rtol=1e-3, atol=1e-4)
+    with attending_through(model, 37):
+        torch.testing.assert_close(model(**inputs).last_hidden_state[valid], exact[valid], rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_landmarks_is_refused():
+    with (
+        pytest.raises(ValueError, match="without landmarks"),
+        attending_through(make_model("Linformer", projected_dim=8), 4),
+    ):
+        pass
+    model = make_model("Bert", "ForMaskedLM")
+    with pytest.raises(ValueError, match="No token was masked"):
+        masked_accuracy(model, [{"input_ids": torch.zeros(1, 9, dtype=torch.long)}], [4], **OPTIONS)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nystrom-models inspect` from a checkpoint and a text file to a report."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from nystrom_models.command_line.main import main
+from nystrom_models.data import train_tokenizer
+from tests.analysis.models import make_model
+
+TEXT = "Return a list of the names of all columns . Raise an error if the file does not exist . " * 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two checkpoints, and a text of two documents."""
+    folder = tmp_path_factory.mktemp("inspect")
+    tokenizer = train_tokenizer([TEXT] * 4, vocab_size=99, model_max_length=64, show_progress=False)
+    for family, fields in (("Bert", {}), ("Linformer", {"projected_dim": 8})):
+        fields |= {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
+        make_model(family, "ForMaskedLM", **fields).save_pretrained(folder / family)
+        tokenizer.save_pretrained(folder / family)
+    (folder / "text.txt").write_text(f"{TEXT}\n\n{TEXT[40:]}\n", encoding="utf-8")
+    return folder
+
+
+def inspect(folder, family, *arguments):
+    files = ["--text_file", str(folder / "text.txt"), "--output_dir", str(folder / "out" / family)]
+    return ["inspect", str(folder / family), *files, *arguments]
+
+
+def test_a_report_of_a_bert_is_written_by_a_process_of_its_own(folder):
+    flags = "--num_landmarks 4 8 --pinv_iterations 4 6 --lengths 24 48 --max_rows 32 --max_samples 2 --token 3".split()
+    command = [sys.executable, "-m", "nystrom_models", *inspect(folder, "Bert", *flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = folder / "out" / "Bert"
+    found = json.loads((out / "inspection.json").read_text(encoding="utf-8"))
+    assert found["schema_version"] == 1 and found["model"]["model_type"] == "bert"
+    assert found["command"].startswith("nystrom-models inspect") and "--max_rows 32" in found["command"]
+    assert {"torch", "transformers", "nystrom_models"} <= found["versions"].keys()
+    assert len(found["errors"]) == 2 * 2 * 2 * 2 and found["settings"]["texts"] == 2
+    assert found["main_setting"] == {"length": 48, "method": "nystrom", "num_landmarks": 8, "pinv_iterations": 6}
+    assert {spectrum["length"] for spectrum in found["spectra"]} == {24}
+    assert len(found["needed"]["projected_dim"]["by_head"]) == 2
+    assert found["token"]["index"] == 3 and found["token"]["length"] == 48 and len(found["token"]["layers"]) == 2
+    for row in found["token"]["layers"]:
+        weights = [token["weight"] for token in row["exact"]]
+        assert weights == sorted(weights, reverse=True) and 0 < sum(weights) <= 1.001
+    pictures = sorted(out.glob("*.png"))
+    assert {"error_by_layer", "error_by_head", "maps_layer_00"} <= {path.stem for path in pictures}
+    for path in pictures:
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert width > 300 and height > 300
+    assert (
+        "output error" in done.stdout
+        and f"num_landmarks={found['needed']['num_landmarks']['by_layer']}" in done.stdout
+    )
+    page = (out / "inspection.html").read_text(encoding="utf-8")
+    assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+
+
+def test_masked_tokens_are_counted_with_fewer_and_fewer_landmarks(folder, capsys):
+    flags = "--num_landmarks 2 16 64 --lengths 40 --max_samples 3 --mlm_accuracy --layers 1".split()
+    assert main(inspect(folder, "Bert", *flags)) == 0
+    found = json.loads((folder / "out" / "Bert" / "inspection.json").read_text(encoding="utf-8"))
+    assert [row["num_landmarks"] for row in found["mlm"]] == [None, 2, 16, 64]
+    exact, *_, all_tokens = (dict(row, num_landmarks=0) for row in found["mlm"])
+    assert all_tokens == exact and len({row["mlm_loss"] for row in found["mlm"]}) == 3
+    assert (
+        folder / "out" / "Bert" / "mlm_accuracy.png"
+    ).is_file() and "Masked tokens with 2 landmarks" in capsys.readouterr().out
+    assert [layer["layer"] for layer in found["layers"]] == [1]
+    assert main(inspect(folder, "Linformer", "--mlm_accuracy")) == 1
+    assert "--mlm_accuracy is for attention through landmarks" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
+    make_model("Bert", vocab_size=99).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").symlink_to(folder / "Bert" / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").symlink_to(folder / "Bert" / "tokenizer_config.json")
+    flags = ["--text_file", str(folder / "text.txt"), "--output_dir", str(tmp_path / "out"), "--mlm_accuracy"]
+    assert main(["inspect", str(tmp_path), *flags]) == 1
+    assert "weights of BertForMaskedLM, such as cls.predictions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lengths", "100"], "--lengths names 100, but the model takes 64 tokens"),
+        (["--lengths", "2"], "--lengths 2: A row of 2 tokens has no room"),
+        (["--num_landmarks", "0"], "--num_landmarks must be"),
+        (["--error", "2"], "--error must lie between 0 and 1"),
+        (["--max_rows", "1"], "--max_rows must be at least 2"),
+        (["--layers", "7"], "layers names [7]"),
+        (["--token", "64"], "--token 64 is not in a row of 64 tokens"),
+        (["--device", "nowhere"], "--device nowhere"),
+        (["--text_column_name", "body"], "--text_column_name body is no column"),
+        (["--text_file", "missing.txt"], "--text_file names missing.txt"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line_that_names_the_flag(folder, flags, message, capsys):
+    assert main(inspect(folder, "Bert", *flags)) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.splitlines()[-1].startswith("nystrom-models inspect: ")
+
+
+def test_the_page_is_readable_in_a_browser_and_its_tables_sort(folder, browser, tmp_path):
+    assert main(inspect(folder, "Linformer", "--lengths", "32", "--max_samples", "1")) == 0
+    page = folder / "out" / "Linformer" / "inspection.html"
+    for width, scheme in ((1280, "light"), (390, "dark")):
+        browser.open(page, width=width, color_scheme=scheme)
+        browser.check()
+    assert browser.run("return document.querySelectorAll('figure svg').length") >= 5
+    ink, paper = browser.run("let s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+    axis = browser.run("return getComputedStyle(document.querySelector('svg text')).fill")
+    assert ink == axis and ink != paper  # the pictures' text is the page's, light on dark
+    cells = (
+        "return [...document.querySelector('table').tBodies[0].rows].map(row => Number(row.cells[1].dataset.value))"
+    )
+    for order in ("ascending", "descending"):
+        browser.run("document.querySelectorAll('table th button')[1].click()")
+        values = browser.run(cells)
+        assert values == sorted(values, reverse=order == "descending") and len(set(values)) > 1
+        assert browser.run("return document.querySelectorAll('table th')[1].ariaSort") == order
+    assert not browser.errors()

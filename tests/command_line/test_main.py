@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command as users start it: a process of its own, its output, its errors and its exit status."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import distribution
+
+import pytest
+import torch
+
+from nystrom_models import __version__
+from nystrom_models.command_line import main as command
+from tests.packaging.floors import ROOT
+
+COMMAND = (sys.executable, "-m", "nystrom_models")
+
+
+def run(*arguments, **options):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_env_says_what_a_bug_report_needs_and_where_nothing_lies():
+    done = run("env", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["nystrom_models"] == __version__
+    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found["python"].startswith("{}.{}.{} ".format(*sys.version_info))
+    assert {"transformers", "triton", "system", "processor", "kernels"} <= found.keys()
+    for place in (str(ROOT), sys.prefix, os.path.expanduser("~"), os.uname().nodename):
+        assert place not in done.stdout
+    if not torch.cuda.is_available():
+        assert found["gpu"] == "none that PyTorch finds" and "CUDA device" in found["kernels"]
+
+
+def test_wrong_usage_exits_with_2_and_says_what_there_is(capsys):
+    for arguments, expected in ((["nothing"], "'env'"), ([], "COMMAND"), (["env", "--unknown"], "--unknown")):
+        with pytest.raises(SystemExit) as exit_:
+            command.main(arguments)
+        assert exit_.value.code == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_an_error_of_the_user_is_one_line_and_a_fault_of_the_program_is_not(monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(command.COMMANDS["env"], "run", fail)
+    error = OSError("No file.\n\n  Look\tagain.")
+    assert command.main(["env"]) == 1
+    assert capsys.readouterr().err == "nystrom-models env: No file. Look again.\n"
+    with pytest.raises(OSError, match="No file"):
+        command.main(["env", "--traceback"])
+    error = KeyError("a fault")
+    with pytest.raises(KeyError):
+        command.main(["env"])
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    shell = shutil.which("bash")
+    if shell is None:
+        pytest.skip("no bash")
+    done = subprocess.run(
+        [shell, "-c", f"{sys.executable} -m nystrom_models env | true"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == ""
+
+
+def test_the_console_script_is_the_same_command():
+    scripts = [point for point in distribution("nystrom-models").entry_points if point.group == "console_scripts"]
+    if not scripts:
+        pytest.skip("the package was installed before it had the script")
+    assert [point.name for point in scripts] == [command.PROGRAM]
+    assert scripts[0].load() is command.main
+
+
+def test_a_shell_completes_subcommands_and_flags():
+    pytest.importorskip("shtab")
+    shell = shutil.which("bash")
+    if shell is None:
+        pytest.skip("no bash")
+    done = run("completion", "bash")
+    assert done.returncode == 0, done.stderr
+    script = (
+        f"{done.stdout}\nCOMP_WORDS=(nystrom-models en); COMP_CWORD=1; _shtab_nystrom_models; echo ${{COMPREPLY[@]}}"
+    )
+    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["env"], done.stderr
+
+
+def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert command.main(["completion", "bash"]) == 1
+    assert capsys.readouterr().err == (
+        "nystrom-models completion: completion needs shtab: pip install 'nystrom-models[cli]'.\n"
+    )
