@@ -76,7 +76,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once, some minutes)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --constraint constraints.txt setuptools wheel
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[train,bench,dev,onnx,docs,cli]"
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[train,bench,dev,onnx,cli,docs]"
 	@touch $@
 
 # Transformers' common model tests come with its source distribution alone.

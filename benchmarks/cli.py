@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import (  # noqa: F401  (they register)
+    any_encoder,
+    architecture_table,
     capabilities,
     collators,
     compiled_kernels,
@@ -139,6 +141,9 @@ def build_parser() -> argparse.ArgumentParser:
         choices=report.COLORS,
         help="without a background, a picture for each color of the page: picture-light.svg, picture-dark.svg",
     )
+    commands.add_parser(
+        "architectures", help='which encoders of Transformers take attn_implementation="nystrom" (CPU, under a minute)'
+    )
     abilities = commands.add_parser("capabilities", help="try what each implementation can do (CPU, under a minute)")
     abilities.add_argument("--markdown", action="store_true", help="print the table as Markdown")
 
@@ -231,10 +236,14 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
         parser.error("argument --device: PyTorch finds no CUDA device here; use cpu")
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def circumstances(arguments: argparse.Namespace) -> dict:
     """What results depend on besides the code."""
     return {
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": now(),
         "machine": environment.machine(arguments.device),
         "versions": environment.versions(),
         "source": environment.commit(),
@@ -385,6 +394,17 @@ def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
         )
 
 
+def show_architectures() -> int:
+    """Prints the table as Markdown; 1 if one that runs is not as it should be."""
+    versions, source = environment.versions(), environment.commit()
+    commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
+    print("    python -m benchmarks architectures\n")
+    print(f"transformers {versions['transformers']}, torch {versions['torch']}; commit {commit}; {now()}\n")
+    answers = architecture_table.measure(report=progress)
+    print(architecture_table.table(answers))
+    return 1 if architecture_table.failures(answers) else 0
+
+
 def on_a_gpu(arguments: argparse.Namespace) -> int:
     """Runs what a GPU is needed for; 0 if nothing failed."""
     if arguments.command == "gpu":
@@ -429,6 +449,8 @@ def main(argv: list[str] | None = None) -> int:
             print(report.paper_table(results, arguments.layout, arguments.against))
         else:
             print(report.table(results))
+    elif arguments.command == "architectures":
+        return show_architectures()
     elif arguments.command == "capabilities":
         return show_capabilities(arguments.markdown)
     else:

@@ -7,7 +7,6 @@ writes model.onnx and model_quantized.onnx beside the configuration and the toke
 and ONNX Runtime. With --validation_file, a classifier or a regression model is also evaluated by each of them.
 """
 
-import logging
 import os
 import statistics
 import time
@@ -18,37 +17,25 @@ from typing import Any
 
 import onnxruntime
 import torch
-import transformers
-from onnxruntime.quantization import quantize_dynamic
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoConfig,
-    AutoModel,
     AutoTokenizer,
     HfArgumentParser,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-import nystrom_models
 from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.data.classification import TextTask
 from nystrom_models.data.files import load_files
-from nystrom_models.deployment import export_onnx
+from nystrom_models.deployment.folder import TASKS, export_folder, load_for_export, model_inputs
 from nystrom_models.training.finetuning import evaluate_predictions
 from nystrom_models.training.results import write_results
 
-# Transformers' names of what a head is for.
-TASKS = {
-    "feature-extraction": "AutoModel",
-    "fill-mask": "AutoModelForMaskedLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-}
-
 Engine = Callable[[dict[str, Tensor]], Tensor]
+
+# Rows of the table, by what was written.
+ENGINES = {"onnx": "ONNX Runtime", "int8": "ONNX Runtime, int8"}
 
 
 @dataclass(kw_only=True)
@@ -84,21 +71,6 @@ class ExportArguments:
         for name in ("batch_size", "repeats", "max_eval_samples"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
-
-
-def load_model(args: ExportArguments) -> PreTrainedModel:
-    """The model with the head of --task, or that it was saved with."""
-    config = AutoConfig.from_pretrained(args.model_name_or_path)
-    if args.task is not None:
-        model_class = getattr(transformers, TASKS[args.task])
-    else:
-        model_class = getattr(nystrom_models, config.architectures[0]) if config.architectures else AutoModel
-    return model_class.from_pretrained(args.model_name_or_path, dtype=torch.float32).eval()
-
-
-def input_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the tokenizer gives and the model takes."""
-    return [name for name in tokenizer.model_input_names if name in ("input_ids", "attention_mask", "token_type_ids")]
 
 
 def onnx_engine(path: Path) -> Engine:
@@ -166,23 +138,6 @@ def print_table(results: dict[str, dict[str, Any]], lengths: Sequence[int], batc
         print(f"{name:<20}" + "".join(f"{cell:>12}" for cell in cells))
 
 
-def export(args: ExportArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Path]:
-    """Writes the model, and with --quantize the one in int8, beside configuration and tokenizer; the files by name."""
-    folder = Path(args.output_dir)
-    print(f"Exporting a {type(model).__name__} of {model.num_parameters():,} parameters", flush=True)
-    names = input_names(tokenizer)
-    path = export_onnx(model, folder / "model.onnx", input_names=names, opset_version=args.opset_version, verify=True)
-    model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    files = {"ONNX Runtime": path}
-    if args.quantize:
-        files["ONNX Runtime, int8"] = folder / "model_quantized.onnx"
-        logging.disable(logging.WARNING)  # it advises to preprocess the model, which changes nothing here
-        quantize_dynamic(path, files["ONNX Runtime, int8"], per_channel=True, reduce_range=True)
-        logging.disable(logging.NOTSET)
-    return files
-
-
 def random_inputs(args: ExportArguments, model: PreTrainedModel, names: Sequence[str], lengths: Sequence[int]):
     """Batches of random tokens without padding, by their length."""
     generator = torch.Generator().manual_seed(0)
@@ -217,7 +172,7 @@ def compare(
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
     (arguments,) = HfArgumentParser(ExportArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
-    model = load_model(arguments)
+    model = load_for_export(arguments.model_name_or_path, arguments.task)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.model_name_or_path)
     limit = min(model.config.max_position_embeddings or tokenizer.model_max_length, tokenizer.model_max_length)
     lengths = arguments.lengths or [max(1, limit // 4), limit]
@@ -227,10 +182,14 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     if arguments.validation_file is not None:
         task, batches = evaluation_batches(arguments, model, tokenizer, limit)
 
-    files = export(arguments, model, tokenizer)
+    print(f"Exporting a {type(model).__name__} of {model.num_parameters():,} parameters", flush=True)
+    written = export_folder(
+        model, tokenizer, arguments.output_dir, opset_version=arguments.opset_version, quantize=arguments.quantize
+    )
+    files = {ENGINES[name]: path for name, path in written.items()}
     engines: dict[str, Engine] = {"PyTorch": lambda inputs: model(**inputs, return_dict=False)[0]}
     engines |= {name: onnx_engine(path) for name, path in files.items()}
-    names = input_names(tokenizer)
+    names = model_inputs(tokenizer)
     results = compare(engines, random_inputs(arguments, model, names, lengths), arguments.repeats)
     for name, engine in engines.items():
         size = os.path.getsize(files[name]) if name in files else sum(weight.nbytes for weight in model.parameters())

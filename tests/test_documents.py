@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import HfArgumentParser, PreTrainedConfig
+from transformers import BartForConditionalGeneration, HfArgumentParser, PreTrainedConfig
 
 import nystrom_models
 from benchmarks import capabilities
 from benchmarks.cli import build_parser
 from nystrom_models.data import train_tokenizer
+from tests.interface.models import make
 from tests.packaging.floors import project
 
 ROOT = Path(__file__).parents[1]
@@ -48,9 +49,16 @@ def blocks(language):
             yield pytest.param(match[1], page, line, id=f"{name}-{re.sub(r'[^a-zA-Z]+', '_', heading)}")
 
 
+# Of the table of architectures, by the names of checkpoints on the Hub.
+CHECKPOINTS = {
+    "google-bert/bert-base-uncased": "BERT",
+    "openai/clip-vit-base-patch32": "CLIP, its vision part",
+}
+
+
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """A folder in which the quickstart was run, but for the size and the training of its models."""
+    """A folder in which the quickstart was run, and to which checkpoints were downloaded: small and untrained."""
     folder = tmp_path_factory.mktemp("documents")
     (folder / "configs").symlink_to(ROOT / "configs")
     tokenizer = train_tokenizer([SENTENCES] * 4, vocab_size=200, model_max_length=128, show_progress=False)
@@ -67,6 +75,12 @@ def quickstart(tmp_path_factory):
         checkpoint = folder / "outputs" / "quickstart" / family.lower() / "pretrained"
         getattr(nystrom_models, family + "ForPreTraining")(config).save_pretrained(checkpoint)
         tokenizer.save_pretrained(checkpoint)
+    for name, architecture in CHECKPOINTS.items():
+        make(architecture).save_pretrained(folder / name)
+    short = train_tokenizer([SENTENCES] * 4, vocab_size=60, model_max_length=128, show_progress=False)
+    short.save_pretrained(folder / "google-bert/bert-base-uncased")
+    config = make("BART, its encoder").config
+    BartForConditionalGeneration(config).save_pretrained(folder / "facebook/bart-base")
     return folder
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear-time attention models for HuggingFace Transformers.
 
-Importing this package registers its families with the Auto classes; `nystromformer` replaces the built-in one.
+Importing this package registers its families with the Auto classes; `nystromformer` replaces the built-in one. It also
+registers `attn_implementation="nystrom"`, for the encoders of Transformers.
 """
 
+from .interface import use_nystrom
 from .models.configuration_linear_transformer import LinearTransformerConfig
 from .models.configuration_linformer import LinformerConfig
 from .models.configuration_nystromformer import NystromformerConfig
@@ -73,6 +75,7 @@ __all__ = [
     "NystromformerPreTrainedModel",
     "register",
     "unregister",
+    "use_nystrom",
 ]
 
 register()

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the families with the Auto classes of Transformers, and the attention kernels by their name."""
+"""Registers the families with the Auto classes of Transformers, and attention functions by their names."""
 
 import transformers
-from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
+from .interface.attention import nystrom_attention_forward
+from .interface.masks import nystrom_mask
+from .interface.settings import IMPLEMENTATION
 from .kernels.interface import LinearTriton, NystromTriton
 from .models.modeling_base import BasePreTrainedModel
 from .models.modeling_linear_transformer import LinearTransformerPreTrainedModel
@@ -22,8 +25,11 @@ FAMILIES: tuple[type[BasePreTrainedModel], ...] = (
 def register() -> None:
     """Make every Auto class give this package's classes, also for the built-in `nystromformer`, process-wide.
 
-    Importing the package does this. `attn_implementation="nystrom_triton"` and `"linear_triton"` are then known, too.
+    Importing the package does this. `attn_implementation="nystrom_triton"` and `"linear_triton"` are then known, too,
+    and `"nystrom"` for other encoders of Transformers.
     """
+    AttentionInterface.register(IMPLEMENTATION, nystrom_attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, nystrom_mask)
     for attention in (NystromTriton(), LinearTriton()):
         AttentionInterface.register(attention.name, attention)
     for family in FAMILIES:

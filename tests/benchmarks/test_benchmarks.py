@@ -148,9 +148,9 @@ def test_no_speedup_for_a_wrong_result(fault, baseline):
     assert "WRONG" in "\n".join(report.grid(list(rows.values()), "speed-up", report.speedup_cell))
 
 
-@pytest.mark.parametrize("name", ["encoder", "encoder-variable"])
+@pytest.mark.parametrize("name", ["encoder", "encoder-variable", "bert", "esm", "vit"])
 def test_encoders_run_and_ours_are_checked(name):
-    checked = {"ours", "ours-linformer"} | ({"transformers"} if name == "encoder" else set())
+    checked = {"nystrom", "ours", "ours-linformer"} | ({"transformers"} if name == "encoder" else set())
     setting = Setting(32, batch_size=3, **SIZES)
     rows = measure.measure(WORKLOADS[name], setting, repeats=1, memory=False)
     for row in rows:

@@ -139,3 +139,35 @@ def test_builtin_checkpoint_exchange(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval()(input_ids).logits, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(back.eval()(input_ids).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "siglip_vision_model"])
+@torch.no_grad()
+def test_nystrom_attention_by_name(model_type):
+    """Encoders of Transformers: short rows as with sdpa, padding unseen, and maps of every layer."""
+    fields = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    if model_type == "siglip_vision_model":
+        config = AutoConfig.for_model(model_type, **fields, image_size=24, patch_size=4)
+        inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
+    else:
+        windows = {"local_attention": 8, "layer_types": ["full_attention", "sliding_attention"]}
+        ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+        config = AutoConfig.for_model(
+            model_type, **fields, vocab_size=99, **(windows if "modern" in model_type else {})
+        )
+        config.update(ids)
+        inputs = {"input_ids": torch.randint(3, 99, (2, 36)), "attention_mask": torch.ones(2, 36, dtype=torch.long)}
+        inputs["attention_mask"][1, 20:] = 0
+    model = AutoModel.from_config(config).eval()
+    valid = inputs.get("attention_mask", torch.ones(2, 36)).bool()
+    expected = model(**inputs).last_hidden_state[valid]
+    nystrom_models.use_nystrom(model, 64)
+    torch.testing.assert_close(model(**inputs).last_hidden_state[valid], expected, rtol=1e-5, atol=1e-5)
+    nystrom_models.use_nystrom(model, 6)
+    outputs = model(**inputs, output_attentions=True)
+    assert (outputs.last_hidden_state[valid] - expected).abs().max() > 1e-5
+    assert [attention_map.shape for attention_map in outputs.attentions] == [(2, 2, 36, 36)] * 2
+    if "input_ids" in inputs:
+        inputs["input_ids"][1, 20:] = 7
+        other = model(**inputs).last_hidden_state
+        torch.testing.assert_close(other[valid], outputs.last_hidden_state[valid], rtol=1e-5, atol=1e-5)

@@ -36,9 +36,9 @@ def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
 
 
 def nystrom_matrix(q: Tensor, k: Tensor, num_landmarks: int | None, iterations: int = 6) -> Tensor:
-    """One head: q, k (L, D) -> (L, L)."""
+    """One head: q (N, D), k (K, D) -> (N, K)."""
     scale = 1 / math.sqrt(q.shape[-1])
-    if num_landmarks is None or len(q) <= num_landmarks:
+    if num_landmarks is None or min(len(q), len(k)) <= num_landmarks:
         return softmax(q @ k.T * scale)
     q_landmarks, k_landmarks = segment_means(q, num_landmarks), segment_means(k, num_landmarks)
     inverse = pseudo_inverse(softmax(q_landmarks @ k_landmarks.T * scale), iterations)
@@ -105,10 +105,12 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
     x = weights["embeddings.word_embeddings.weight"][input_ids]
     first = 2 if config.model_type == "nystromformer" else 0
     if getattr(config, "position_embedding_type", "learned") == "sinusoidal":
-        x = x + math.sqrt(2) * config.initializer_range * sinusoids(len(input_ids), config.hidden_size)
+        x = x + math.sqrt(2) * config.initializer_range * sinusoids(len(input_ids), x.shape[1])
     else:
         x = x + weights["embeddings.position_embeddings.weight"][first : first + len(input_ids)]
     x = norm("embeddings.LayerNorm", x + weights["embeddings.token_type_embeddings.weight"][0])
+    if config.embedding_size is not None:
+        x = linear("embeddings.projection", x)
     dim = config.hidden_size // config.num_attention_heads
     pre = config.layer_norm_position == "pre"
     for layer in range(config.num_hidden_layers):

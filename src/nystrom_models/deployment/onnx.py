@@ -25,7 +25,8 @@ OPSET_VERSIONS = range(18, 23)
 TOLERANCE = 1e-3
 
 
-def _require(*packages: str) -> None:
+def require_packages(*packages: str) -> None:
+    """Raises ImportError for packages of the extra `onnx` that are not there."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(f"{' and '.join(missing)} cannot be imported: pip install 'nystrom-models[onnx]'.")
@@ -108,7 +109,7 @@ def export_onnx(
         ValueError: if the model cannot be exported as it is, or an argument is none of the above.
         RuntimeError: if the file gives other results than the model (`verify`).
     """
-    _require("onnx", "onnxscript", *(["onnxruntime"] if verify else []))
+    require_packages("onnx", "onnxscript", *(["onnxruntime"] if verify else []))
     if model.training:
         raise ValueError("A model in training mode would be exported with dropout: call model.eval() before.")
     if model.config.output_attentions:
@@ -168,7 +169,7 @@ def compare_onnx(model: PreTrainedModel, path: str | os.PathLike, lengths: Seque
     Returns: for the output where it is largest, the largest difference at valid tokens over the largest value there;
         NaN if there is one in the file's outputs.
     """
-    _require("onnxruntime")
+    require_packages("onnxruntime")
     import onnxruntime
 
     session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])

@@ -4,7 +4,8 @@
 Xiong et al. 2021, "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention", arXiv:2102.03902.
 
 Legend: B batch, H heads, N tokens, L valid tokens of a row, M landmarks, m = min(M, L), S tokens of the longest
-segment, D head size, R chosen rows. A mask is (B, N), bool, True at valid tokens.
+segment, D head size, R chosen rows; in cross-attention N queries and K keys. A mask is (B, N), bool, True at valid
+tokens.
 
 For each row of the batch and each head (equation numbers of the paper):
 
@@ -16,6 +17,10 @@ For each row of the batch and each head (equation numbers of the paper):
 
 The i-th landmark of a row with L <= M tokens is its i-th token. There A⁺ B is a selection of the row's own tokens, F
 is the exact attention, and so is the result.
+
+In cross-attention the landmarks q~ are means of segments of the queries, and k~ of the keys, each by their own number.
+With at most M keys, A⁺ B is the selection again. With at most M queries, F is A, and A A⁺ B = B is the exact
+attention. In either case exact attention is linear in the other length, and it is what is computed.
 """
 
 from typing import NamedTuple
@@ -74,13 +79,17 @@ def _nystrom_factors(
     """F (H, R, m) for the queries (H, R, D), and A⁺ B (H, m, L) from the valid queries and keys (H, L, D)."""
     length, dim = valid_key.shape[-2:]
     scale = dim**-0.5
-    if num_landmarks is None or length <= num_landmarks:
+    if num_landmarks is None or min(length, valid_query.shape[-2]) <= num_landmarks:
         to_tokens = torch.eye(length, dtype=query.dtype, device=query.device).expand(query.shape[0], length, length)
         return torch.softmax(query @ valid_key.mT * scale, dim=-1), to_tokens
 
-    sizes = segment_sizes(length, num_landmarks)
-    query_landmarks = torch.stack([part.mean(dim=-2) for part in valid_query.split(sizes, dim=-2)], dim=-2)
-    key_landmarks = torch.stack([part.mean(dim=-2) for part in valid_key.split(sizes, dim=-2)], dim=-2)
+    query_landmarks, key_landmarks = (
+        torch.stack(
+            [part.mean(dim=-2) for part in states.split(segment_sizes(states.shape[-2], num_landmarks), dim=-2)],
+            dim=-2,
+        )
+        for states in (valid_query, valid_key)
+    )
     f = torch.softmax(query @ key_landmarks.mT * scale, dim=-1)
     pinv = _landmark_pinv(query_landmarks, key_landmarks, None, pinv_iterations)
     b = torch.softmax(query_landmarks @ valid_key.mT * scale, dim=-1)
@@ -102,13 +111,24 @@ def nystrom_attention_reference(
     contexts = []
     for row in range(query.shape[0]):
         valid = slice(None) if mask is None else mask[row]
-        f, to_tokens = _nystrom_factors(
-            query[row], query[row][:, valid], key[row][:, valid], num_landmarks, pinv_iterations
-        )
-        f = torch.dropout(f, dropout_p, train=dropout_p > 0)
-        contexts.append(f @ (to_tokens @ value[row][:, valid]))
+        states = (query[row], query[row][:, valid], key[row][:, valid], value[row][:, valid])
+        contexts.append(_attend_in_a_row(*states, num_landmarks, pinv_iterations, dropout_p))
     context = torch.stack(contexts)
     return context if skip is None else context + skip
+
+
+def _attend_in_a_row(
+    query: Tensor,
+    valid_query: Tensor,
+    valid_key: Tensor,
+    valid_value: Tensor,
+    num_landmarks: int | None,
+    pinv_iterations: int,
+    dropout_p: float,
+) -> Tensor:
+    """F A⁺ (B V), (H, R, D), with the factors of these queries and keys."""
+    f, to_tokens = _nystrom_factors(query, valid_query, valid_key, num_landmarks, pinv_iterations)
+    return torch.dropout(f, dropout_p, train=dropout_p > 0) @ (to_tokens @ valid_value)
 
 
 # ---- fast path: all rows at once, as two softmax attentions; nothing of size N×M is stored ----
@@ -182,8 +202,17 @@ def _gathered_means(states: Tensor, segments: Segments) -> Tensor:
     return split_heads(means.to(tokens.dtype), heads)
 
 
-def _landmark_pinv(query_landmarks: Tensor, key_landmarks: Tensor, exists: Tensor | None, iterations: int) -> Tensor:
-    """A⁺ (..., m, m) of A = softmax(q~ k~ᵀ / √D), in float32 or float64; zero for landmarks that do not exist."""
+def _landmark_pinv(
+    query_landmarks: Tensor,
+    key_landmarks: Tensor,
+    exists: Tensor | None,
+    iterations: int,
+    query_exists: Tensor | None = None,
+) -> Tensor:
+    """A⁺ (..., m, m) of A = softmax(q~ k~ᵀ / √D), in float32 or float64; zero for landmarks that do not exist.
+
+    query_exists: (B, M) bool, in cross-attention, where other landmarks of queries than of keys may exist.
+    """
     dtype = torch.promote_types(query_landmarks.dtype, torch.float32)
     # In half precision the iterations would lose the small singular values, so autocast is switched off.
     with maybe_autocast(query_landmarks.device.type, enabled=False):
@@ -192,7 +221,8 @@ def _landmark_pinv(query_landmarks: Tensor, key_landmarks: Tensor, exists: Tenso
             scores = scores.masked_fill(~exists[:, None, None, :], torch.finfo(dtype).min)
         a = torch.softmax(scores, dim=-1)
         if exists is not None:
-            a = a * (exists[:, None, :, None] & exists[:, None, None, :])
+            rows = exists if query_exists is None else query_exists
+            a = a * (rows[:, None, :, None] & exists[:, None, None, :])
         return iterative_pinv(a, iterations)
 
 
@@ -273,10 +303,14 @@ def nystrom_attention(
     if landmarks.segments is None:
         return attend(query, landmarks.key, landmark_values, None, dropout_p, skip)
     segments = landmarks.segments
-    # Where every token is its own landmark, A⁺ B selects the tokens: a landmark's values are its token's values.
-    own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
-    landmark_values = torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
+    landmark_values = _own_values_where_exact(landmark_values, value, segments)
     return attend(query, landmarks.key, landmark_values, segments.exists, dropout_p, skip)
+
+
+def _own_values_where_exact(landmark_values: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """A⁺ B V, (B, H, M, D); where every token is its own landmark, A⁺ B selects the tokens, with their own values."""
+    own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
+    return torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
 
 
 def nystrom_attention_map(
@@ -314,3 +348,97 @@ def nystrom_attention_map(
     f = torch.dropout(f, dropout_p, train=dropout_p > 0)
     attention_map = f if to_tokens is None else f @ to_tokens.to(f.dtype)
     return attention_map if mask is None else attention_map.masked_fill(~mask[:, None, None], 0)
+
+
+# ---- cross-attention: queries and keys of different sequences ----
+
+
+def nystrom_cross_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    num_landmarks: int | None,
+    pinv_iterations: int = 6,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """`nystrom_cross_attention`, row by row, storing F and B."""
+    contexts = []
+    for row in range(query.shape[0]):
+        valid = slice(None) if key_mask is None else key_mask[row]
+        states = (query[row], query[row], key[row][:, valid], value[row][:, valid])
+        contexts.append(_attend_in_a_row(*states, num_landmarks, pinv_iterations, dropout_p))
+    return torch.stack(contexts)
+
+
+def nystrom_cross_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    num_landmarks: int | None,
+    pinv_iterations: int = 6,
+    dropout_p: float = 0.0,
+    attend: Attend = attend,
+) -> Tensor:
+    """Nyström attention of queries to the keys of another sequence, in O((N + K) M) time and O(N + K) memory.
+
+    Args:
+        query: (B, H, N, D). All of them are tokens: which are padding, only the caller knows.
+        key, value: (B, H, K, D).
+        key_mask: (B, K) bool, True at valid keys, wherever they lie; None for all valid.
+        num_landmarks: M. Rows of at most M queries or at most M valid keys get exact attention. None: exact for all.
+        The others: see `nystrom_attention`.
+
+    Returns: (B, H, N, D). A row without a valid key is finite and means nothing.
+    """
+    if num_landmarks is None or (not is_tracing(query) and min(query.shape[2], key.shape[2]) <= num_landmarks):
+        return attend(query, key, value, key_mask, dropout_p)
+    query_landmarks, query_segments = _landmarks_of(query, None, num_landmarks)
+    key_landmarks, key_segments = _landmarks_of(key, key_mask, num_landmarks)
+    exists = None if key_segments is None else key_segments.exists
+    query_exists = None if exists is None else torch.ones_like(exists)
+    if query_segments is not None:
+        query_exists = query_segments.exists
+    pinv = _landmark_pinv(query_landmarks, key_landmarks, exists, pinv_iterations, query_exists)
+    seen = attend(query_landmarks, key, value, key_mask)  # B V
+    landmark_values = (pinv @ seen.to(pinv.dtype)).to(value.dtype)
+    if key_segments is not None:
+        landmark_values = _own_values_where_exact(landmark_values, value, key_segments)
+    context = attend(query, key_landmarks, landmark_values, exists, dropout_p)
+    if query_segments is None:
+        return context
+    # In a graph: where every query is its own landmark, what the landmarks see is the result.
+    if dropout_p > 0:
+        seen = attend(query_landmarks, key, value, key_mask, dropout_p)
+    landmark = torch.arange(query.shape[2], device=query.device).clamp_max(num_landmarks - 1)
+    return torch.where(query_segments.exact[:, None, None, None], seen.index_select(2, landmark), context)
+
+
+def _landmarks_of(states: Tensor, mask: Tensor | None, num_landmarks: int) -> tuple[Tensor, Segments | None]:
+    """Landmarks (B, H, M, D) of states (B, H, N, D), and their segments; None where all rows have more than M."""
+    if mask is None and is_tracing(states):
+        mask = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool, device=states.device)
+    if mask is None:
+        return _segment_means(states, num_landmarks), None
+    segments = landmark_segments(mask, num_landmarks)
+    return _gathered_means(states, segments), segments
+
+
+def nystrom_cross_attention_map(
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    num_landmarks: int | None,
+    pinv_iterations: int = 6,
+) -> Tensor:
+    """The matrix F A⁺ B (B, H, N, K) that `nystrom_cross_attention` applies, zero at invalid keys."""
+    # What a linear map does to the identity is its matrix.
+    identity = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:3], -1)
+    attention_map = nystrom_cross_attention(
+        query, key, identity, key_mask, num_landmarks=num_landmarks, pinv_iterations=pinv_iterations
+    )
+    return attention_map if key_mask is None else attention_map.masked_fill(~key_mask[:, None, None], 0)

@@ -20,8 +20,7 @@ class LinformerConfig(BaseConfig):
         projected_dim (`int`, `list[int]` or `list[list[int]]`, defaults to 256): slots k that keys and values are
             projected to. A list has a number a layer, and needs projections that layers do not share. A list of lists
             has a number for each head of each layer ("nonuniform projected dimension" in section 4 of the paper), and
-            needs `share_projection="none"` and `projection_type="linear"`; the time that a layer takes goes by its
-            largest.
+            needs `share_projection="none"` and `projection_type="linear"`.
         share_projection (`str`, defaults to `"layerwise"`): which projections are one and the same, in section 4 of
             the paper. `"none"`: E and F of each head and layer are their own; `"headwise"`: the heads of a layer share
             E, and share F; `"key_value"`: a layer has one E = F; `"layerwise"`: the model has one E = F. For 12 layers

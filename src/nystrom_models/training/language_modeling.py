@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What masked and causal language modeling share: flags, configurations, data loaders, and the run itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,16 @@ def load_weights_from(auto_class: Any, args: LanguageModelingArguments, config: 
         ValueError: if it is to be evaluated as it is, and lacks weights.
     """
     model, loaded = auto_class.from_pretrained(args.model_name_or_path, config=config, output_loading_info=True)
-    if not args.do_train and loaded["missing_keys"]:
-        raise ValueError(
-            f"--no_do_train needs a model that was pretrained: {args.model_name_or_path} has no "
-            f"{', '.join(sorted(loaded['missing_keys']))}."
-        )
+    require_pretrained(args, loaded["missing_keys"])
     return model
+
+
+def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str]) -> None:
+    """Raises ValueError if a model is to be evaluated as it is, and lacks the weights `missing`."""
+    if not args.do_train and (names := sorted(missing)):
+        raise ValueError(
+            f"--no_do_train needs a model that was pretrained: {args.model_name_or_path} has no {', '.join(names)}."
+        )
 
 
 def row_length(flag: str, value: int | None, config: BaseConfig, default: int | None = None) -> int:

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from ..conversion import convert
-from ..conversion.encoders import SOURCE_TYPES
 from ..data.classification import require_column
 from ..data.loading import TrainingLoader, eval_dataloader
 from ..data.masking import PretrainingCollator
@@ -32,8 +31,8 @@ from .language_modeling import (
     Documents,
     LanguageModelingArguments,
     data_card,
-    load_weights_from,
     read_config,
+    require_pretrained,
     row_length,
     row_loader,
     stream_arguments,
@@ -115,10 +114,10 @@ def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     """A new model, a model to continue with, or one converted from another architecture."""
     if args.model_name_or_path is None:
         return AutoModelForPreTraining.from_config(config)
-    source = AutoConfig.from_pretrained(args.model_name_or_path)
-    if source.model_type in SOURCE_TYPES:
-        return convert(args.model_name_or_path, config)
-    return load_weights_from(AutoModelForPreTraining, args, config)
+    model, report = convert(args.model_name_or_path, config, head="ForPreTraining", return_report=True, compare=False)
+    if AutoConfig.from_pretrained(args.model_name_or_path).model_type == config.model_type:
+        require_pretrained(args, report.new)
+    return model
 
 
 def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:

@@ -51,7 +51,8 @@ def nystrom_attention_if_possible(*arguments: Any, **options: Any) -> Tensor | N
         return compute(inputs)
     if not torch.compiler.is_compiling():
         logger.warning_once(
-            f'Nyström attention without its Triton kernels: {reason}. attn_implementation="sdpa" silences this.'
+            f"Nyström attention without its Triton kernels: {reason}. For a Nyströmformer, "
+            'attn_implementation="sdpa" silences this.'
         )
     return None
 

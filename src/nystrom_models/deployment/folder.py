@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as a folder for ONNX Runtime: the model, as it is and in 8 bits, configuration and tokenizer."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..models.configuration_base import BaseConfig
+from .onnx import INPUT_NAMES, export_onnx, require_packages
+
+# Transformers' names of what a head is for.
+TASKS = {
+    "feature-extraction": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+}
+
+
+def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrainedModel:
+    """The model of a folder or Hub name, in float32 and in evaluation mode.
+
+    task: one of `TASKS`, whose head it gets; the head that it was saved with if None.
+
+    Raises:
+        ValueError: for a model of another package, or without the weights of its head.
+    """
+    config = AutoConfig.from_pretrained(name)
+    if not isinstance(config, BaseConfig):
+        raise ValueError(
+            f"{name} is a {config.model_type!r}, and exported are models of this package alone: convert it, or use "
+            "Hugging Face Optimum."
+        )
+    import nystrom_models
+
+    model_class: Any = AutoModel
+    if task is not None:
+        model_class = getattr(transformers, TASKS[task])
+    elif config.architectures:
+        model_class = getattr(nystrom_models, config.architectures[0], None)
+        if model_class is None:
+            raise ValueError(
+                f"{name} was saved as {config.architectures[0]}, which is no class of this package: say by the task "
+                f"which head is meant ({', '.join(TASKS)})."
+            )
+    model, info = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(weight for weight in info["missing_keys"] if "pooler" not in weight):
+        raise ValueError(
+            f"{name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}, which would be "
+            "random: choose a task that the checkpoint was trained for."
+        )
+    return model.eval()
+
+
+def model_inputs(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the tokenizer gives and the model takes."""
+    return [name for name in tokenizer.model_input_names if name in INPUT_NAMES]
+
+
+def export_folder(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | os.PathLike,
+    *,
+    opset_version: int = 20,
+    quantize: bool = False,
+    input_names: Sequence[str] | None = None,
+) -> dict[str, Path]:
+    """Writes model.onnx, verified against the model, beside `config.json` and the tokenizer.
+
+    Args:
+        model: see `export_onnx`.
+        tokenizer: what it is used with.
+        folder: made if it is not there.
+        opset_version: see `export_onnx`.
+        quantize: also write model_quantized.onnx, with weights of 8 bits.
+        input_names: of the file; what the tokenizer gives if None.
+
+    Returns: the files, by the names "onnx" and "int8".
+    """
+    require_packages("onnx", "onnxscript", "onnxruntime")
+    folder = Path(folder)
+    names = model_inputs(tokenizer) if input_names is None else input_names
+    path = export_onnx(model, folder / "model.onnx", input_names=names, opset_version=opset_version, verify=True)
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    files = {"onnx": path}
+    if quantize:
+        from onnxruntime.quantization import quantize_dynamic
+
+        files["int8"] = folder / "model_quantized.onnx"
+        logging.disable(logging.WARNING)  # it advises to preprocess the model, which changes nothing here
+        try:
+            quantize_dynamic(path, files["int8"], per_channel=True, reduce_range=True)
+        finally:
+            logging.disable(logging.NOTSET)
+    return files

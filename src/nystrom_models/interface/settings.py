@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model have Nyström attention, and with how many landmarks: a field `nystrom` of its configuration.
+
+    {"num_landmarks": 64, "pinv_iterations": 6, "layers": null}
+
+`num_landmarks` is a number or a list with one for each layer, `layers` the numbers of the layers from 0, or null for
+all. Without the field, all layers have it, with the `num_landmarks` of the configuration if it has one (none of them
+where it is null), otherwise 64.
+`config.json` carries the field like any other; which implementation a model uses, Transformers does not save.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..models.modeling_base import BasePreTrainedModel
+
+IMPLEMENTATION = "nystrom"
+FIELD = "nystrom"
+DEFAULT_LANDMARKS = 64
+DEFAULT_ITERATIONS = 6
+# On modules that do not know their own layer, `layer_idx`: the number that `use_nystrom` found.
+MARK = "nystrom_layer_idx"
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+class LayerSettings(NamedTuple):
+    """What one layer attends with. num_landmarks: M."""
+
+    num_landmarks: int
+    pinv_iterations: int
+
+
+def settings_of(module: nn.Module) -> LayerSettings | None:
+    """The settings of an attention layer, from its configuration; None for a layer that keeps exact attention.
+
+    Raises ValueError for settings that mean nothing, and for settings by layer where the module does not say which
+    layer it is of.
+    """
+    config = getattr(module, "config", None)
+    field = getattr(config, FIELD, None)
+    if field is None:
+        field = {"num_landmarks": getattr(config, "num_landmarks", DEFAULT_LANDMARKS)}
+        if field["num_landmarks"] is None:
+            return None
+    num_landmarks, pinv_iterations, layers = _read(field)
+    if layers is None and not isinstance(num_landmarks, Sequence):
+        return LayerSettings(num_landmarks, pinv_iterations)
+    index = getattr(module, MARK, None)
+    if index is None:
+        index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise ValueError(
+            f"The configuration has settings by layer, and {type(module).__name__} does not know its layer: call "
+            "nystrom_models.use_nystrom(model) once after loading, which takes the settings from the configuration."
+        )
+    if layers is not None and index not in layers:
+        return None
+    if isinstance(num_landmarks, Sequence):
+        place = index if layers is None else layers.index(index)
+        if place >= len(num_landmarks):
+            raise ValueError(
+                f"num_landmarks has {len(num_landmarks)} numbers, and there is a layer {index}: give one for each."
+            )
+        return LayerSettings(num_landmarks[place], pinv_iterations)
+    return LayerSettings(num_landmarks, pinv_iterations)
+
+
+def use_nystrom(
+    model: Model,
+    num_landmarks: int | Sequence[int] | None = None,
+    pinv_iterations: int | None = None,
+    layers: Iterable[int] | None = None,
+) -> Model:
+    """Give a model of Transformers, or one of its parts, Nyström attention (Xiong et al. 2021, eq. 17), in place.
+
+    Without settings, those that the configuration holds are used: after `from_pretrained`, `use_nystrom(model)` is as
+    the model was saved. With any of them, the others have their defaults.
+
+    Args:
+        model: an encoder of Transformers, with any head; or the encoder of an encoder-decoder
+            (`model.get_encoder()`), or a part of a model of several parts (`model.vision_model`).
+        num_landmarks: M, at least 1; a list has one for each of the layers. Rows of at most M tokens get exact
+            attention. Default: the configuration's `num_landmarks` if it has one, otherwise 64.
+        pinv_iterations: steps of the pseudo-inverse's iteration, at least 1. Default: 6.
+        layers: numbers of the layers, from 0; the others keep exact attention (`sdpa`). Default: all.
+
+    Returns: the model. Its configuration holds the settings, which `save_pretrained` keeps.
+
+    Raises ValueError for a model whose attention does not go through Transformers' `AttentionInterface`, for causal
+    attention, for layers that there are not, and for numbers below 1. The model is then as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"use_nystrom() takes a model of Transformers, not {type(model).__name__}.")
+    attentions = _attention_modules(model)
+    configs = list({id(config): config for config in map(_config_of, attentions.values())}.values())
+    field = _field(configs, num_landmarks, pinv_iterations, layers)
+    marks = _layer_numbers(attentions, field) if _is_by_layer(field) else {}
+
+    for config in configs:
+        if not isinstance(getattr(config, FIELD, None), dict):
+            setattr(config, FIELD, {})
+        getattr(config, FIELD).clear()
+        getattr(config, FIELD).update(copy.deepcopy(field))
+    for name, module in attentions.items():
+        if name in marks:
+            setattr(module, MARK, marks[name])
+    if model.config.is_encoder_decoder:
+        _give_own_config(model)
+    model.set_attn_implementation(IMPLEMENTATION)
+    return model
+
+
+def _give_own_config(model: PreTrainedModel) -> None:
+    """A configuration of its own for an encoder that shares it with a decoder, which would change with it.
+
+    The settings are one dictionary of both, so that saving the whole model saves them.
+    """
+    shared = model.config
+    own = copy.deepcopy(shared)
+    setattr(own, FIELD, getattr(shared, FIELD))
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            setattr(module, "config", own)  # noqa: B010 (mypy takes it for a submodule)
+
+
+def _config_of(module: nn.Module) -> PreTrainedConfig:
+    config = module.config
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules that compute attention, by their names; raises ValueError where it cannot be another one."""
+    name = type(model).__name__
+    if isinstance(model, BasePreTrainedModel):
+        raise ValueError(
+            f"{name} is linear in the length by itself: set num_landmarks or projected_dim in its config."
+        )
+    attentions = {path: module for path, module in model.named_modules() if _uses_interface(module.__class__)}
+    if not attentions or not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{name} computes its attention by itself, not through Transformers' AttentionInterface, so it cannot be "
+            "replaced: convert the checkpoint (nystrom_models.conversion), or choose another architecture."
+        )
+    for path, module in attentions.items():
+        # A model of causal modules is none where its configuration says so.
+        if getattr(module, "is_causal", False) is True and getattr(_config_of(module), "is_causal", True):
+            raise ValueError(
+                f"{path} of {name} is causal, which landmarks of a whole row cannot be: give use_nystrom() the "
+                "encoder alone, such as model.get_encoder() or model.vision_model. Linear causal models are the "
+                "LinearTransformer family."
+            )
+    return attentions
+
+
+@functools.cache
+def _uses_interface(module_class: type) -> bool:
+    """Whether modules of this class ask Transformers for an attention function by name."""
+    if issubclass(module_class, PreTrainedModel):
+        return False
+    for part in module_class.__mro__:
+        if part is nn.Module:
+            break
+        try:
+            if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(part):
+                return True
+        except (OSError, TypeError):
+            continue
+    return False
+
+
+def _field(
+    configs: Sequence[PreTrainedConfig],
+    num_landmarks: int | Sequence[int] | None,
+    pinv_iterations: int | None,
+    layers: Iterable[int] | None,
+) -> dict[str, Any]:
+    """The checked field of configurations, from arguments or from what these hold."""
+    saved = getattr(configs[0], FIELD, None)
+    if num_landmarks is None and pinv_iterations is None and layers is None and saved is not None:
+        field = saved
+    else:
+        if num_landmarks is None:
+            num_landmarks = getattr(configs[0], "num_landmarks", None) or DEFAULT_LANDMARKS
+        field = {
+            "num_landmarks": list(num_landmarks) if isinstance(num_landmarks, Iterable) else num_landmarks,
+            "pinv_iterations": DEFAULT_ITERATIONS if pinv_iterations is None else pinv_iterations,
+            "layers": None if layers is None else list(layers),
+        }
+    _read(field)
+    if _is_by_layer(field) and len(configs) > 1:
+        parts = ", ".join(sorted({type(config).__name__ for config in configs}))
+        raise ValueError(
+            f"layers are counted in one part of a model, and this one has several ({parts}): give a part."
+        )
+    return copy.deepcopy(field)
+
+
+def _is_by_layer(field: dict[str, Any]) -> bool:
+    return field["layers"] is not None or isinstance(field["num_landmarks"], Sequence)
+
+
+def _read(field: dict[str, Any]) -> tuple[int | Sequence[int], int, Sequence[int] | None]:
+    """num_landmarks, pinv_iterations and layers of a field; raises ValueError for what means nothing."""
+    if not isinstance(field, dict) or not field.keys() <= {"num_landmarks", "pinv_iterations", "layers"}:
+        raise ValueError(
+            f'config.{FIELD} must be like {{"num_landmarks": 64, "pinv_iterations": 6, "layers": null}}, and is '
+            f"{field!r}."
+        )
+    num_landmarks = field.get("num_landmarks", DEFAULT_LANDMARKS)
+    pinv_iterations = field.get("pinv_iterations", DEFAULT_ITERATIONS)
+    layers = field.get("layers")
+    _check_number(pinv_iterations, "pinv_iterations")
+    by_layer = isinstance(num_landmarks, Sequence) and not isinstance(num_landmarks, str)
+    for number in num_landmarks if by_layer else [num_landmarks]:
+        _check_number(number, "num_landmarks")
+    if layers is None:
+        return num_landmarks, pinv_iterations, None
+    if not layers or len(set(layers)) != len(layers) or not all(_is_number(layer, 0) for layer in layers):
+        raise ValueError(f"layers={layers!r} must be numbers of layers from 0, each once, at least one of them.")
+    if by_layer and len(num_landmarks) != len(layers):
+        raise ValueError(
+            f"num_landmarks has {len(num_landmarks)} numbers for {len(layers)} layers: give one, or one for each."
+        )
+    return num_landmarks, pinv_iterations, layers
+
+
+def _is_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_number(value: Any, name: str) -> None:
+    if not _is_number(value, 1):
+        raise ValueError(f"{name}={value!r} must be a number of at least 1, such as 64 landmarks or 6 iterations.")
+
+
+def _layer_numbers(attentions: dict[str, nn.Module], field: dict[str, Any]) -> dict[str, int]:
+    """The number of the layer of each attention module, by their names; raises ValueError if the field does not fit.
+
+    A layer's number is its place in the list of layers, as the module's name says: 3 in "encoder.layer.3.attention".
+    """
+    numbers = {}
+    lists = set()
+    for path in attentions:
+        parts = path.split(".")
+        places = [place for place, part in enumerate(parts) if part.isdecimal()]
+        if not places:
+            raise ValueError(f"{path} is in no list of layers, so that layers cannot be told: leave them out.")
+        lists.add(".".join(parts[: places[-1]]))
+        numbers[path] = int(parts[places[-1]])
+    if len(lists) > 1:
+        raise ValueError(
+            f"layers are counted in one list, and this model has several ({', '.join(sorted(lists))}): leave layers "
+            "out, or give use_nystrom() one part of the model."
+        )
+    count = max(numbers.values()) + 1
+    configured = getattr(_config_of(next(iter(attentions.values()))), "num_hidden_layers", count)
+    if count < configured:
+        raise ValueError(
+            f"The {configured} layers share {count} attention module{'s' * (count > 1)}, so that they "
+            "cannot differ: leave layers out."
+        )
+    layers, num_landmarks = field["layers"], field["num_landmarks"]
+    for layer in layers or ():
+        if layer >= count:
+            raise ValueError(f"layers={layers} has {layer}, and there are {count} layers: from 0 to {count - 1}.")
+    if layers is None and len(num_landmarks) != count:
+        raise ValueError(f"num_landmarks has {len(num_landmarks)} numbers for {count} layers: give one for each.")
+    return numbers

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nystrom-models export` from a checkpoint to a folder that ONNX Runtime reads."""
+
+import subprocess
+import sys
+
+import onnxruntime
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from nystrom_models.command_line.main import main
+from nystrom_models.data import train_tokenizer
+from tests.analysis.models import make_model
+
+TEXT = "Return a list of the names of all columns . Raise an error if the file does not exist . "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    tokenizer = train_tokenizer([TEXT] * 4, vocab_size=99, model_max_length=64, show_progress=False)
+    fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "num_hidden_layers": 1}
+    for name, family, own in (("model", "Linformer", {"projected_dim": 8}), ("bert", "Bert", {})):
+        make_model(family, "ForMaskedLM", **fields, **own).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def test_a_model_is_exported_by_a_process_of_its_own(folder):
+    command = [sys.executable, "-m", "nystrom_models", "export", folder / "model", folder / "onnx", "--quantize"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "LinformerForMaskedLM" in done.stdout and "model_quantized.onnx: " in done.stdout
+    # The folder alone has what it is used with.
+    inputs = AutoTokenizer.from_pretrained(folder / "onnx")([TEXT, TEXT[:20]], padding=True, return_tensors="pt")
+    session = onnxruntime.InferenceSession(folder / "onnx" / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    (logits,) = session.run(["logits"], {name: inputs[name].numpy() for name in names})
+    with torch.no_grad():
+        expected = AutoModelForMaskedLM.from_pretrained(folder / "model")(**inputs).logits
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(torch.from_numpy(logits)[valid], expected[valid], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bert", "new"], "is a 'bert'"),
+        (["model", "new", "--task", "text-classification"], "lacks 4 weights of LinformerForSequenceClassification"),
+        (["model", "new", "--task", "translation"], "--task must be one of feature-extraction"),
+        (["model", "model"], "--overwrite_output_dir"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_in_a_line(arguments, message, folder, capsys):
+    (folder / "model" / "model.onnx").touch()
+    checkpoint, output, *flags = arguments
+    assert main(["export", str(folder / checkpoint), str(folder / output), *flags]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("nystrom-models export: ") and message in error
+    assert not (folder / "new" / "model.onnx").exists()

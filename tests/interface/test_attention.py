@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention function against references in float64, and what it refuses."""
+
+import ast
+import inspect
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel
+
+from nystrom_models import NystromformerConfig, NystromformerModel, use_nystrom
+from nystrom_models.deployment import export_onnx
+from nystrom_models.interface.attention import CHANGES, nystrom_attention_forward
+from nystrom_models.models.attention_nystrom import nystrom_attention_reference, nystrom_cross_attention_reference
+from tests.interface.models import make, tokens
+from tests.models.options import relative_error
+
+M = 8
+
+
+class Attention(nn.Module):
+    """An attention layer as the function sees it."""
+
+    def __init__(self, num_landmarks=M, is_causal=False, **config):
+        super().__init__()
+        self.config = types.SimpleNamespace(num_landmarks=num_landmarks, **config)
+        self.is_causal = is_causal
+
+
+def states(queries=29, keys=29, heads=4, groups=4, dim=8, dtype=torch.float64):
+    return (
+        torch.randn(2, heads, queries, dim, dtype=dtype),
+        torch.randn(2, groups, keys, dim, dtype=dtype),
+        torch.randn(2, groups, keys, dim, dtype=dtype),
+    )
+
+
+def ragged(keys=29):
+    mask = torch.rand(2, keys) < 0.7
+    mask[1, 5:] = False
+    mask[:, 0] = True
+    return mask
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("keys", [29, 17, 6], ids=["self", "cross", "cross-exact"])
+@pytest.mark.parametrize("scaling", [None, 0.1, 1.0], ids=lambda scaling: f"scaling{scaling}")
+@pytest.mark.parametrize("groups", [4, 1], ids=["heads", "grouped"])
+def test_the_function_is_the_reference(groups, scaling, keys, masked):
+    """Outputs, gradients and maps, of self- and cross-attention."""
+    query, key, value = (tensor.requires_grad_() for tensor in states(29, keys, groups=groups))
+    mask = ragged(keys) if masked else None
+    context, weights = nystrom_attention_forward(
+        Attention(),
+        query,
+        key,
+        value,
+        None if mask is None else mask[:, None, None],
+        scaling=scaling,
+        output_attentions=True,
+    )
+    reference = nystrom_attention_reference if keys == 29 else nystrom_cross_attention_reference
+    scaled = query * (1 if scaling is None else scaling * 8**0.5)
+    repeated = (tensor.repeat_interleave(4 // groups, dim=1) for tensor in (key, value))
+    expected = reference(scaled, *repeated, mask, num_landmarks=M)
+    valid = torch.ones(2, 1, 29, 1, dtype=torch.bool) if mask is None or keys != 29 else mask[:, None, :, None]
+    direction = torch.randn_like(expected) * valid
+    found = context.transpose(1, 2)
+    assert context.is_contiguous()
+    # 3e-15 seen.
+    assert relative_error(found * valid, expected * valid) < 1e-13
+    whole = value.repeat_interleave(4 // groups, dim=1)
+    assert relative_error((weights @ whole) * valid, expected * valid) < 1e-13
+    gradients = [
+        torch.autograd.grad((out * direction).sum(), (query, key, value), retain_graph=True)
+        for out in (found, expected)
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        assert relative_error(mine, theirs) < 1e-11
+
+
+def test_rows_of_few_tokens_are_exact():
+    for queries, keys in ((M, M), (M, 100), (100, M), (1, 100)):
+        query, key, value = states(queries, keys)
+        context, weights = nystrom_attention_forward(Attention(), query, key, value, output_attentions=True)
+        exact = torch.softmax(query @ key.mT * 8**-0.5, dim=-1)
+        assert relative_error(weights, exact) < 1e-13
+        assert relative_error(context.transpose(1, 2), exact @ value) < 1e-13
+
+
+def test_dropout_is_of_the_mean():
+    """Over many draws, entries of F are dropped and scaled up: their mean is the attention without."""
+    query, key, value = states()
+    expected, _ = nystrom_attention_forward(Attention(), query, key, value)
+    drawn = [nystrom_attention_forward(Attention(), query, key, value, dropout=0.2)[0] for _ in range(300)]
+    assert not torch.equal(drawn[0], drawn[1])
+    # 0.03 seen.
+    assert relative_error(torch.stack(drawn).mean(0), expected) < 0.12
+
+
+def test_learned_queries_are_for_every_row():
+    query, key, value = states(29, 17)
+    for one in (query[:1], query[:1].expand(2, -1, -1, -1)):
+        context, _ = nystrom_attention_forward(Attention(), one, key, value)
+        expected = nystrom_cross_attention_reference(query[:1].expand(2, -1, -1, -1), key, value, num_landmarks=M)
+        assert relative_error(context.transpose(1, 2), expected) < 1e-13
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_the_attention_is_refused(name):
+    query, key, value = states()
+    nystrom_attention_forward(Attention(), query, key, value, **{name: None})
+    with pytest.raises(ValueError, match=f"{name}, .*sdpa"):
+        nystrom_attention_forward(Attention(), query, key, value, **{name: torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "says"),
+    [
+        (Attention(is_causal=True), {}, "is causal"),
+        (Attention(), {"is_causal": True}, "is causal"),
+        (Attention(), {"tree_mask": torch.ones(2)}, "the tensor tree_mask"),
+        (Attention(num_landmarks=0), {}, "num_landmarks=0 must be"),
+        (Attention(nystrom={"landmarks": 3}), {}, "config.nystrom must be like"),
+        (Attention(nystrom={"num_landmarks": 3, "layers": [0]}), {}, "call nystrom_models.use_nystrom"),
+        (Attention(is_decoder=True), {"keys": 17}, "is of a decoder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_right_is_refused(module, options, says):
+    query, key, value = states(29, options.pop("keys", 29))
+    with pytest.raises(ValueError, match=says):
+        nystrom_attention_forward(module, query, key, value, **options)
+
+
+def test_what_means_nothing_is_let_through():
+    query, key, value = states(1, 29)
+    harmless = {"position_ids": torch.arange(3), "deterministic": True, "max_length_q": 3, "softcap": None}
+    nystrom_attention_forward(Attention(is_causal=True), query, key, value, **harmless)  # one token sees all before
+
+
+def test_the_family_itself_is_not_for_it():
+    config = NystromformerConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32)
+    config._attn_implementation = "nystrom"
+    with pytest.raises(ValueError, match="is linear in the length by itself"):
+        NystromformerModel(config)(tokens())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "ViT", "SigLIP vision"])
+def test_maps_of_all_layers(name):
+    """As many as layers, those of exact layers and of sliding windows among them; each row of a map adds to one."""
+    model = make(name)
+    if name in ("ViT", "SigLIP vision"):  # which tells its layers nothing
+        inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
+    else:
+        inputs = {"input_ids": tokens(), "attention_mask": torch.ones(2, 40)}
+        inputs["attention_mask"][1, 30:] = 0
+    expected = model(**inputs).last_hidden_state
+    use_nystrom(model, 64)
+    short = model(**inputs, output_attentions=True)
+    assert relative_error(short.last_hidden_state, expected) < 1e-5
+    model.set_attn_implementation("eager")
+    eager = model(**inputs, output_attentions=True).attentions
+    assert len(short.attentions) == len(eager) == 2
+    for mine, theirs in zip(short.attentions, eager, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+    use_nystrom(model, 8, layers=[0])
+    few = model(**inputs, output_attentions=True).attentions
+    assert relative_error(few[0], eager[0]) > 1e-2
+    for attention_map in few:
+        # An approximated row adds to one only as far as the pseudo-inverse is one.
+        assert attention_map.shape == eager[0].shape and attention_map.isfinite().all()
+
+
+def one_layer(name):
+    """One layer and two steps of the pseudo-inverse show all there is: a graph takes seconds."""
+    config = make(name).config
+    config.num_hidden_layers = 1
+    return use_nystrom(AutoModel.from_config(config).eval(), M, pinv_iterations=2)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_one_graph_for_all_lengths():
+    """Compiled without a break, for lengths on both sides of the landmarks, with padding and without."""
+    model = one_layer("BERT")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (40, 21, 5):
+        ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+        mask[1, length // 2 :] = 0
+        found = compiled(input_ids=ids, attention_mask=mask).last_hidden_state
+        expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        assert relative_error(found[mask.bool()], expected[mask.bool()]) < 4e-6  # 9e-7 seen
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ModernBERT", "ESM-2", "DistilBERT", "ViT", "Whisper encoder"])
+def test_other_graphs(name):
+    """Models with windows, with positions by rotation, without masks: compiled, and exported."""
+    model = make(name)
+    inputs = {"input_ids": tokens()}
+    if name == "Whisper encoder":
+        model, inputs = model.encoder, {"input_features": torch.randn(2, 8, 80)}
+    if name == "ViT":
+        inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
+    use_nystrom(model, M)
+    expected = model(**inputs).last_hidden_state
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    exported = torch.export.export(model, (), inputs).module()
+    for graph in (compiled, exported):
+        assert relative_error(graph(**inputs).last_hidden_state, expected) < 1e-5
+
+
+def test_masks_are_looked_at_in_graphs():
+    """One graph for all lengths; a mask by pair of tokens is refused when it runs, not answered as a mask of keys."""
+    module = Attention()
+
+    def attend(query, key, value, mask):
+        return nystrom_attention_forward(module, query, key, value, mask)[0]
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (29, 17, 5):
+        query, key, value = states(length, length)
+        rows = torch.ones(2, 1, length, length, dtype=torch.bool)
+        rows[1, :, :, length // 2 :] = False
+        # What is at padding means nothing.
+        found, expected = (function(query, key, value, rows)[:, : length // 2] for function in (compiled, attend))
+        assert relative_error(found, expected) < 1e-12
+        with pytest.raises(RuntimeError, match="mask by pair of tokens"):
+            compiled(query, key, value, rows.tril())
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_onnx_is_one_file_for_all_lengths(tmp_path):
+    import onnxruntime
+
+    model = one_layer("BERT")
+    path = export_onnx(model, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for length in (33, 6):
+        ids, mask = tokens(3, length), torch.ones(3, length, dtype=torch.long)
+        mask[1, length // 2 :] = 0
+        mask[2, 1:-1:3] = 0
+        expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        (found,) = session.run(["last_hidden_state"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        assert relative_error(torch.from_numpy(found)[mask.bool()], expected[mask.bool()]) < 1e-4
+
+
+def test_every_argument_of_transformers_is_known():
+    """What the models of the installed Transformers give their attention is taken, refused by name, or harmless."""
+    taken = set(inspect.signature(nystrom_attention_forward).parameters) | {"attention_mask"}
+    harmless = {"position_ids", "deterministic", "max_length_q", "max_length_k"}
+    found = {}
+    for path in Path(transformers.models.__path__[0]).glob("*/modeling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"= attention_interface\(", text):
+            depth, end = 1, match.end()
+            while depth:
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                end += 1
+            call = ast.parse(re.sub(r"^\s*", "", text[match.start() + 2 : end])).body[0].value
+            found |= {keyword.arg: path.name for keyword in call.keywords if keyword.arg is not None}
+    assert {"scaling", "cu_seq_lens_q", "position_bias", "softcap"} <= found.keys()
+    unknown = {name: file for name, file in found.items() if name not in taken | harmless | CHANGES.keys()}
+    assert unknown == {}
