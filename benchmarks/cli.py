@@ -339,7 +339,7 @@ def time_decoding(arguments: argparse.Namespace, argv: list[str]) -> int:
     for what in arguments.what:
         rows = decoding.measure(what, arguments.lengths, arguments.repeats, arguments.max_seconds, progress, place)
         results["results"][what] = rows
-        print(f"\n{decoding.table(what, rows)}")
+        print(f"\n{report.decoding_table(what, rows, decoding.SIZES)}")
         if arguments.output:
             write(results, arguments.output)
     return 0
@@ -377,17 +377,6 @@ def show_capabilities(markdown: bool) -> int:
     return 1 if capabilities.failures(answers) else 0
 
 
-def show_architectures() -> int:
-    """Prints the table as Markdown; 1 if one that runs is not as it should be."""
-    versions, source = environment.versions(), environment.commit()
-    commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
-    print("    python -m benchmarks architectures\n")
-    print(f"transformers {versions['transformers']}, torch {versions['torch']}; commit {commit}; {now()}\n")
-    answers = architecture_table.measure(report=progress)
-    print(architecture_table.table(answers))
-    return 1 if architecture_table.failures(answers) else 0
-
-
 def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """One picture, or one for each color scheme."""
     if arguments.labels and len(arguments.labels) != len(arguments.contenders or ()):
@@ -403,6 +392,17 @@ def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
             labels=arguments.labels,
             color_scheme=scheme,
         )
+
+
+def show_architectures() -> int:
+    """Prints the table as Markdown; 1 if one that runs is not as it should be."""
+    versions, source = environment.versions(), environment.commit()
+    commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
+    print("    python -m benchmarks architectures\n")
+    print(f"transformers {versions['transformers']}, torch {versions['torch']}; commit {commit}; {now()}\n")
+    answers = architecture_table.measure(report=progress)
+    print(architecture_table.table(answers))
+    return 1 if architecture_table.failures(answers) else 0
 
 
 def on_a_gpu(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2Model, ViTConfig, ViTModel
 
 from nystrom_models.analysis import visit_attention
+from nystrom_models.analysis.interface import key_mask
 from nystrom_models.analysis.measures import exact_map, nystrom_map
 from tests.analysis.models import make_model, padded_batch
 from tests.models.options import LINEAR_TRANSFORMER, LINFORMER
@@ -56,6 +57,24 @@ def test_causal_attention_is_refused():
         shown(model, {"input_ids": torch.randint(99, (1, 9))})
 
 
+@pytest.mark.parametrize(
+    ("mask", "options", "found"),
+    [
+        (None, {"is_causal": False}, (None, None)),
+        (torch.tensor([0.0, 0.0, -10_000.0]).expand(1, 1, 3, 3), {}, ([[True, True, False]], None)),
+        (torch.tensor([0.0, -0.5, -10_000.0]).expand(1, 1, 3, 3), {}, (None, "a bias is added to its scores")),
+        (torch.ones(1, 1, 3, 3).tril().bool(), {}, (None, "its mask differs between tokens or heads")),
+        (None, {"is_causal": True}, (None, "it is causal")),
+        (None, {"is_causal": False, "softcap": 5.0}, (None, "its scores are changed by softcap")),
+    ],
+    ids=["none", "added", "bias", "pairs", "causal", "softcap"],
+)
+def test_masks_that_are_not_of_keys_are_told_apart(mask, options, found):
+    states = torch.randn(1, 2, 3, 4)
+    keys, reason = key_mask(torch.nn.Identity(), states, states, mask, options)
+    assert (None if keys is None else keys.tolist(), reason) == found
+
+
 def test_a_visitor_that_fails_leaves_the_model_as_it_was():
     def fail(layer):
         raise KeyError(layer.name)
@@ -81,11 +100,15 @@ def test_own_attention_is_what_the_layer_computes(family, fields, side):
     found = []
 
     def visit(layer):
-        found.append((layer, *layer.own(torch.arange(20))))
+        # An encoder's softmax control is measured with landmarks, as a model of Transformers.
+        is_control = fields.get("feature_map", "") is None and not model.config.is_decoder
+        assert (layer.own is None) == is_control == (layer.method == "softmax")
+        if not is_control:
+            found.append((layer, *layer.own(torch.arange(20))))
 
     visit_attention(model, inputs, visit)
     outputs = model(**inputs, output_attentions=True)
-    for (layer, own_map, output), wanted in zip(found, outputs.attentions, strict=True):
+    for (layer, own_map, output), wanted in zip(found, outputs.attentions, strict=bool(found)):
         assert layer.is_causal == model.config.is_decoder
         for row in range(2):
             mask = inputs["attention_mask"][row].bool()

@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from nystrom_models.analysis import Setting, inspect_attention
+from nystrom_models.analysis import Setting, inspect_attention, inspection, visit_attention
+from nystrom_models.analysis.measures import exact_map, nystrom_map
 from nystrom_models.models.attention_nystrom import nystrom_attention_reference
 from nystrom_models.models.masked_attention import attend
 from tests.analysis.models import make_model, padded_batch
@@ -81,6 +82,38 @@ def test_padding_changes_nothing(family, side, fields):
                 errors = [getattr(found, measure)(layer, setting) for found in (padded, by_themselves)]
                 torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-5)
         assert padded.layers[layer].spectrum.length == 37
+
+
+def test_figures_of_several_texts_are_taken_over_all_of_their_entries():
+    model, calls = make_model("Bert"), alone([37, 37])
+    both = inspect_attention(model, calls, num_landmarks=[8])
+    each = [inspect_attention(model, [call], num_landmarks=[8]) for call in calls]
+    for layer in range(2):
+        sums = sum(found.layers[layer].errors[found.main].map for found in each)
+        torch.testing.assert_close(both.map_error(layer, both.main), (sums[:, 0] / sums[:, 1]).sqrt())
+        errors = [found.layer_error(layer, found.main, "map") for found in each]
+        assert min(errors) < both.layer_error(layer, both.main, "map") < max(errors)
+        shares = [found.layers[layer].spectrum.share for found in each]
+        spectrum = both.layers[layer].spectrum
+        torch.testing.assert_close(spectrum.share / spectrum.texts, torch.stack(shares).mean(0))
+        residuals = torch.stack([found.residual(layer, found.main) for found in each])
+        torch.testing.assert_close(both.residual(layer, both.main), residuals.mean(0))
+
+
+def test_pictures_are_the_maps_themselves_or_means_of_their_blocks(monkeypatch):
+    model, (call,) = make_model("Bert"), alone([36])
+    whole = inspect_attention(model, [call], num_landmarks=[8]).layers[0].pictures.float()
+    layers = []
+    visit_attention(model, call, layers.append)
+    maps = [
+        measured(layers[0].query[0], layers[0].key[0], *options)
+        for measured, options in ((exact_map, ()), (nystrom_map, (8,)))
+    ]
+    torch.testing.assert_close(whole, torch.stack(maps), rtol=1e-3, atol=1e-3)
+    monkeypatch.setattr(inspection, "PICTURE", 9)
+    small = inspect_attention(model, [call], num_landmarks=[8]).layers[0].pictures.float()
+    blocks = torch.stack(maps).unflatten(3, (9, 4)).mean(4).unflatten(2, (9, 4)).mean(3)
+    torch.testing.assert_close(small, blocks, rtol=1e-3, atol=1e-3)
 
 
 def test_attention_that_is_the_same_everywhere_needs_one_landmark_and_rank_one():

@@ -47,6 +47,7 @@ def test_a_report_of_a_bert_is_written_by_a_process_of_its_own(folder):
     assert found["main_setting"] == {"length": 48, "method": "nystrom", "num_landmarks": 8, "pinv_iterations": 6}
     assert {spectrum["length"] for spectrum in found["spectra"]} == {24}
     assert len(found["needed"]["projected_dim"]["by_head"]) == 2
+    assert [found["needed"][name]["length"] for name in ("num_landmarks", "projected_dim")] == [48, 24]
     assert found["token"]["index"] == 3 and found["token"]["length"] == 48 and len(found["token"]["layers"]) == 2
     for row in found["token"]["layers"]:
         weights = [token["weight"] for token in row["exact"]]

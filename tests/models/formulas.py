@@ -105,10 +105,12 @@ def encode(weights: dict[str, Tensor], config, input_ids: Tensor) -> Tensor:
     x = weights["embeddings.word_embeddings.weight"][input_ids]
     first = 2 if config.model_type == "nystromformer" else 0
     if getattr(config, "position_embedding_type", "learned") == "sinusoidal":
-        x = x + math.sqrt(2) * config.initializer_range * sinusoids(len(input_ids), config.hidden_size)
+        x = x + math.sqrt(2) * config.initializer_range * sinusoids(len(input_ids), x.shape[1])
     else:
         x = x + weights["embeddings.position_embeddings.weight"][first : first + len(input_ids)]
     x = norm("embeddings.LayerNorm", x + weights["embeddings.token_type_embeddings.weight"][0])
+    if config.embedding_size is not None:
+        x = linear("embeddings.projection", x)
     dim = config.hidden_size // config.num_attention_heads
     pre = config.layer_norm_position == "pre"
     for layer in range(config.num_hidden_layers):

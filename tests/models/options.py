@@ -18,7 +18,7 @@ TINY = {
 NYSTROM = {
     "landmarks": {"num_landmarks": 16, "conv_kernel_size": 5},
     "no_convolution": {"num_landmarks": 16, "conv_kernel_size": None},
-    "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65},
+    "wide_convolution": {"num_landmarks": 8, "conv_kernel_size": 65, "embedding_size": 12},
     "one_landmark": {"num_landmarks": 1, "conv_kernel_size": 3},
     "softmax": {"num_landmarks": None, "conv_kernel_size": None},
     "by_layer": {"num_landmarks": [7, 16], "conv_kernel_size": 5},
@@ -27,7 +27,7 @@ NYSTROM = {
 LINFORMER = {
     "layerwise": {},
     "none": {"share_projection": "none"},
-    "headwise": {"share_projection": "headwise", "conv_kernel_size": 5},
+    "headwise": {"share_projection": "headwise", "conv_kernel_size": 5, "classifier_activation": "tanh"},
     "key_value": {"share_projection": "key_value", "projected_dim": [8, 5]},
     "by_head": {"share_projection": "none", "projected_dim": [[8, 1, 5, 3], [2, 7, 7, 4]], "conv_kernel_size": 5},
     "mean_pool": {"projection_type": "mean_pool"},
@@ -38,7 +38,7 @@ LINFORMER = {
 }
 LINEAR_TRANSFORMER = {
     "elu": {},
-    "relu": {"feature_map": "relu", "conv_kernel_size": 5},
+    "relu": {"feature_map": "relu", "conv_kernel_size": 5, "embedding_size": 40},
     "hedgehog": {"feature_map": "hedgehog", "layer_norm_position": "pre"},
     "projected": {"projected_dim": 8},
     "softmax": {"feature_map": None},

@@ -9,8 +9,10 @@ from tests.models.options import make_model, relative_error
 LINEAR = (
     "nystromformer-landmarks",
     "nystromformer-pre_norm",
+    "nystromformer-by_layer",
     "linformer-layerwise",
     "linformer-none",
+    "linformer-by_head",
     "linear-projected",
     "linear-causal",
 )

@@ -123,7 +123,8 @@ def _shows(name: str, index: int, visit: Visit) -> Callable[[nn.Module, tuple[An
         )
         config = module.config
         method = _METHODS[config.model_type]
-        if getattr(config, "num_landmarks", 0) is None or getattr(config, "feature_map", "") is None:
+        exact = config.num_landmarks is None if method == "nystrom" else getattr(config, "feature_map", "") is None
+        if exact and not config.is_decoder:
             method = "softmax"
 
         def own(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -122,6 +122,8 @@ class _Measuring:
 
     def measure(self, row: "_Row") -> None:
         index, length = row.attention.index, row.length
+        if length == 0:
+            return
         layer = self.layers.setdefault(index, Layer(row.attention.name, len(row.query)))
         rows = self.rows_of(length).to(row.query.device)
         exact = row.exact_map(rows)

@@ -52,7 +52,8 @@ def key_mask(
     if query.shape[2] != key.shape[2]:
         return None, "it attends to other tokens than its own (cross-attention)"
     causal = options.get("is_causal")
-    if mask is None and (getattr(module, "is_causal", True) if causal is None else causal):
+    # As "sdpa" decides.
+    if (getattr(module, "is_causal", mask is None) if causal is None else causal) and query.shape[2] > 1:
         return None, "it is causal"
     if options.get("sliding_window") is not None:
         return None, "it sees a local window, which is linear already"
@@ -62,7 +63,8 @@ def key_mask(
     if mask is None:
         return None, None
     if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        # Older models add -10,000, of which nothing is left after the softmax.
+        hidden = mask <= -10_000
         if not (hidden | (mask == 0)).all():
             return None, "a bias is added to its scores"
         mask = ~hidden

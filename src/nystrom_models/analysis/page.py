@@ -79,7 +79,10 @@ def _configuration(inspection: Inspection, error: float) -> str:
         else ""
     )
     if ranks["by_layer"]:
-        text += "The rank of the maps by layer and by head: fewer slots of a Linformer come no nearer."
+        text += (
+            f"The rank of the maps by layer and by head, at {inspection.spectrum_length:,} tokens: fewer slots of a "
+            "Linformer come no nearer."
+        )
     return f"<h2>What an error of {error:g} needs</h2><p>{_text(text)}</p><pre>{_text(chr(10).join(lines))}</pre>"
 
 

@@ -36,7 +36,7 @@ def content(
       pinv_residual_by_head, null where nothing is inverted.
     - mlm: for each number of landmarks (null: exact) the accuracy of masked tokens; null if it was not measured.
     - spectra: for each layer the normalised cumulative singular values by head.
-    - needed: for the relative error `error` num_landmarks and projected_dim, by_layer and by_head.
+    - needed: for the relative error `error` num_landmarks and projected_dim, by_layer and by_head, at a length.
     - token: see `attended`; null if none was chosen.
     """
     return {

@@ -67,6 +67,7 @@ class Layer:
     token: Tensor | None = None
 
     def add_errors(self, setting: Setting, sums: Sums) -> None:
+        """Adds the errors of a text to those of the same setting."""
         if setting in self.errors:
             self.errors[setting].add(sums)
         else:
@@ -157,6 +158,11 @@ class Inspection:
                 needed["by_head"].append([smallest_rank(tails, error) for tails in layer.spectrum.tails])
         return needed
 
+    @property
+    def spectrum_length(self) -> int | None:
+        """Tokens of the rows whose singular values were measured; None where none were."""
+        return next((layer.spectrum.length for layer in self.layers.values() if layer.spectrum is not None), None)
+
     # ---- as plain data ----
 
     def to_dict(self, error: float) -> dict[str, Any]:
@@ -197,8 +203,8 @@ class Inspection:
             "spectra": spectra,
             "needed": {
                 "error": error,
-                "num_landmarks": self.landmarks_needed(error),
-                "projected_dim": self.ranks_needed(error),
+                "num_landmarks": {"length": self.main.length, **self.landmarks_needed(error)},
+                "projected_dim": {"length": self.spectrum_length, **self.ranks_needed(error)},
             },
         }
 

@@ -226,5 +226,5 @@ def summary(found: dict) -> list[str]:
     lines.append(f"An error of {needed['error']:g} needs")
     for name in ("num_landmarks", "projected_dim"):
         if needed[name]["by_layer"]:
-            lines.append(f"  {name}={needed[name]['by_layer']}")
+            lines.append(f"  {name}={needed[name]['by_layer']}, at {needed[name]['length']:,} tokens")
     return lines

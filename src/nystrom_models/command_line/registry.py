@@ -4,7 +4,7 @@
 import argparse
 from typing import Protocol
 
-from . import completion, env, export, inspect
+from . import completion, convert, env, export, inspect
 
 
 class Command(Protocol):
@@ -22,6 +22,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "inspect": inspect,
+    "convert": convert,
     "export": export,
     "env": env,
     "completion": completion,

@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the checkpoint of a quadratic encoder to a linear-time model."""
+"""From the checkpoint of a trained encoder to a linear-time model."""
 
-from .encoders import convert, convert_checkpoint, converted_config
+from .configurations import converted_config
+from .convert import convert, convert_checkpoint
+from .feature_maps import Matching
+from .report import ConversionReport
+from .sources import SOURCE_TYPES
 
-__all__ = ["convert", "convert_checkpoint", "converted_config"]
+__all__ = [
+    "SOURCE_TYPES",
+    "ConversionReport",
+    "Matching",
+    "convert",
+    "convert_checkpoint",
+    "converted_config",
+]

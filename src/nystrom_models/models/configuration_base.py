@@ -21,6 +21,9 @@ class BaseConfig(PreTrainedConfig):
     Args:
         vocab_size (`int`, defaults to 30000): number of tokens.
         hidden_size (`int`, defaults to 768): width of the hidden states; a multiple of `num_attention_heads`.
+        embedding_size (`int`, *optional*): width of the embeddings of words, positions and token types, whose sum a
+            linear layer brings to `hidden_size`, as in ALBERT and ELECTRA; `inputs_embeds` then have this width. If
+            `None`, they are as wide as the hidden states, and there is no such layer.
         num_hidden_layers (`int`, defaults to 12): number of layers.
         num_attention_heads (`int`, defaults to 12): number of heads.
         intermediate_size (`int`, defaults to 3072): width of the feed-forward layer.
@@ -39,6 +42,8 @@ class BaseConfig(PreTrainedConfig):
             hidden_size), which hooks on its layers see. With `False` they are always (batch, length, hidden_size),
             with the valid tokens first in each row. What the model returns is the same.
         classifier_dropout (`float`, *optional*): dropout of the classification heads; `hidden_dropout_prob` if `None`.
+        classifier_activation (`str`, *optional*): activation in the heads that classify sequences and choices; if
+            `None`, `hidden_act` for sequences and `"relu"` for choices, as in Transformers' own Nyströmformer.
         classifier_pooling (`str`, defaults to `"first"`): what sequences are classified by: the state of their
             `"first"` or `"last"` valid token, or the `"mean"` of all valid tokens.
         sparse_prediction (`bool`, defaults to `False`): with labels, compute the masked-language-modelling logits only
@@ -56,6 +61,7 @@ class BaseConfig(PreTrainedConfig):
 
     vocab_size: int = 30000
     hidden_size: int = 768
+    embedding_size: int | None = None
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     intermediate_size: int = 3072
@@ -69,6 +75,7 @@ class BaseConfig(PreTrainedConfig):
     layer_norm_position: str = "post"
     unpad_inputs: bool = True
     classifier_dropout: float | int | None = None
+    classifier_activation: str | None = None
     classifier_pooling: str = "first"
     sparse_prediction: bool = False
     sparse_pred_ignore_index: int = -100
@@ -94,6 +101,11 @@ class BaseConfig(PreTrainedConfig):
         """What Transformers makes the layers of a cache by, for causal families."""
         return ["linear_attention"] * self.num_hidden_layers
 
+    @property
+    def embedding_width(self) -> int:
+        """Width of the embeddings of words, positions and token types."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in Transformers; raises ValueError for the configuration of another family."""
@@ -117,6 +129,8 @@ class BaseConfig(PreTrainedConfig):
             require_positive(name, getattr(self, name))
         if self.max_position_embeddings is not None:
             require_positive("max_position_embeddings", self.max_position_embeddings)
+        if self.embedding_size is not None:
+            require_positive("embedding_size", self.embedding_size)
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
         heads, width = self.num_attention_heads, self.hidden_size
@@ -133,6 +147,11 @@ class BaseConfig(PreTrainedConfig):
             raise ValueError(
                 f"{type(self).__name__} describes an encoder: its attention sees the whole sequence. Use "
                 "is_decoder=False and is_causal=False."
+            )
+        if self.is_decoder and self.embedding_size is not None:
+            raise ValueError(
+                f"embedding_size={self.embedding_size} is for encoders: a causal model predicts words by their "
+                "embeddings, which must be as wide as its states. Use embedding_size=None with is_decoder=True."
             )
         if self.is_decoder and self.classifier_pooling == "first":
             raise ValueError(

@@ -20,8 +20,7 @@ class LinformerConfig(BaseConfig):
         projected_dim (`int`, `list[int]` or `list[list[int]]`, defaults to 256): slots k that keys and values are
             projected to. A list has a number a layer, and needs projections that layers do not share. A list of lists
             has a number for each head of each layer ("nonuniform projected dimension" in section 4 of the paper), and
-            needs `share_projection="none"` and `projection_type="linear"`; the time that a layer takes goes by its
-            largest.
+            needs `share_projection="none"` and `projection_type="linear"`.
         share_projection (`str`, defaults to `"layerwise"`): which projections are one and the same, in section 4 of
             the paper. `"none"`: E and F of each head and layer are their own; `"headwise"`: the heads of a layer share
             E, and share F; `"key_value"`: a layer has one E = F; `"layerwise"`: the model has one E = F. For 12 layers
@@ -53,6 +52,7 @@ class LinformerConfig(BaseConfig):
     conv_kernel_size: int | None = None
 
     def validate_architecture(self) -> None:
+        """As `BaseConfig.validate_architecture`, with this family's own fields."""
         super().validate_architecture()
         require_odd_kernel(self.conv_kernel_size)
         require_one_of("share_projection", self.share_projection, SHARING_MODES)
@@ -98,12 +98,12 @@ class LinformerConfig(BaseConfig):
 
     @property
     def has_projection_weights(self) -> bool:
-        """Whether projections are learned; pooling has no weights."""
+        """Whether the projections have parameters; pooling has none."""
         return self.projection_type in ("linear", "conv")
 
     @property
     def shares_projection_between_layers(self) -> bool:
-        """Whether the model has one projection for all layers."""
+        """Whether all layers use one projection."""
         return self.has_projection_weights and self.share_projection == "layerwise"
 
     def slot_size(self, layer_idx: int) -> int | None:

@@ -48,7 +48,7 @@ def add_attention(
 ) -> Tensor:
     """sums + attend(query, key, value, key_mask), written over the sums.
 
-    query, sums: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, 1 or H, 1, K) or None.
+    query, sums: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, 1, 1, K) or None.
     """
     length = max(1, query.shape[2])
     rows, tokens = max(1, BLOCK_TOKENS // length), min(BLOCK_TOKENS, length)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embeddings of every family.
 
-Legend: B batch, N tokens, C hidden size.
+Legend: B batch, N tokens, C hidden size, E width of the embeddings, which is C where `embedding_size` is None.
 """
 
 import math
@@ -14,16 +14,20 @@ from .configuration_base import BaseConfig
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and token type embeddings, normalised."""
+    """Sum of word, position and token type embeddings, normalised; and brought to the hidden size where they are
+    narrower.
+    """
 
     def __init__(self, config: BaseConfig):
         super().__init__()
         self.first_position = config.first_position
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        width = config.embedding_width
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
         self.position_embeddings = position_embeddings(config)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.projection = None if config.embedding_size is None else nn.Linear(width, config.hidden_size)
 
     def forward(
         self,
@@ -32,11 +36,11 @@ class Embeddings(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """inputs: token ids (B, N) or word embeddings (B, N, C). Returns states in the layout of the layers.
+        """inputs: token ids (B, N) or word embeddings (B, N, E). Returns states in the layout of the layers.
 
         If `position_ids` are not given, the valid tokens are counted, so that padding on the left changes no position.
         """
-        # Words are looked up in the shape as given: hooks on that module (NEFTune's noise) expect (B, N, C).
+        # Words are looked up in the shape as given: hooks on that module (NEFTune's noise) expect (B, N, E).
         words = self.word_embeddings(inputs) if inputs.dim() == 2 else inputs
         embeddings = batch.enter(words)
         if position_ids is None:
@@ -52,7 +56,8 @@ class Embeddings(nn.Module):
             embeddings = embeddings + self.position_embeddings(position_ids, embeddings.dtype)
         else:
             embeddings = embeddings + self.position_embeddings(position_ids)
-        return self.dropout(self.LayerNorm(embeddings))
+        embeddings = self.dropout(self.LayerNorm(embeddings))
+        return embeddings if self.projection is None else self.projection(embeddings)
 
 
 class SinusoidalPositions(nn.Module):
@@ -62,11 +67,11 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, config: BaseConfig):
         super().__init__()
-        self.width = config.hidden_size
+        self.width = config.embedding_width
         self.scale = math.sqrt(2) * config.initializer_range
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """position_ids: (...) int64 -> (..., C) of this dtype."""
+        """position_ids: (...) int64 -> (..., E) of this dtype."""
         pair = torch.arange((self.width + 1) // 2, device=position_ids.device)
         angles = position_ids[..., None] * torch.exp(pair * (-2 * math.log(10_000) / self.width))
         waves = torch.cat([angles.sin(), angles.cos()], dim=-1)[..., : self.width]
@@ -82,11 +87,11 @@ def position_embeddings(config: BaseConfig) -> nn.Module:
     """The module for the family's `position_embedding_type`; a learned table if the family has no such field."""
     if is_sinusoidal(config):
         return SinusoidalPositions(config)
-    return nn.Embedding(config.max_position_embeddings + config.first_position, config.hidden_size)
+    return nn.Embedding(config.max_position_embeddings + config.first_position, config.embedding_width)
 
 
 def repeat_positions(table: Tensor, first: int, length: int) -> Tensor:
-    """A table of positions (P, C) with `length` rows from `first` on, repeated or cut; the rows before are kept.
+    """A table of positions (P, E) with `length` rows from `first` on, repeated or cut; the rows before are kept.
 
     Repeated as for Longformer (Beltagy et al. 2020, arXiv:2004.05150, section 5).
     """

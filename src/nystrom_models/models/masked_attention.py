@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax attention over the valid keys, from which the families build their attention.
 
-Legend: B batch, H heads, N queries, K keys, D head size. A key mask is (B, K), or (B, H, K) where heads differ, bool,
-True at valid keys.
+Legend: B batch, H heads, N queries, K keys, D head size. A key mask is (B, K), bool, True at valid keys.
 """
 
 from collections.abc import Callable
@@ -22,11 +21,10 @@ Attend = Callable[..., Tensor]
 
 
 def visible_keys(key_mask: Tensor | None) -> Tensor | None:
-    """(B, 1 or H, 1, K): the valid keys. In a row without a valid key, all keys, so that attention stays finite."""
+    """(B, 1, 1, K): the valid keys. In a row without a valid key, all keys, so that attention stays finite."""
     if key_mask is None:
         return None
-    visible = key_mask | ~key_mask.any(dim=-1, keepdim=True)
-    return visible[:, None, None] if visible.dim() == 2 else visible[:, :, None]
+    return (key_mask | ~key_mask.any(dim=-1, keepdim=True))[:, None, None, :]
 
 
 def attend(
@@ -40,7 +38,7 @@ def attend(
     """softmax(query keyᵀ / √D) value over the valid keys, plus the skip, without storing the scores.
 
     Args:
-        query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) or (B, H, K) bool, or None for all valid.
+        query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) bool or None for all valid.
         dropout_p: probability of dropping an attention weight.
         skip: (B, H, N, D), which is added. On a CPU without gradients the result is written over it.
 
@@ -104,7 +102,7 @@ def eager_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """`attend` in plain operations, with the signature of Transformers' `AttentionInterface`.
 
-    attention_mask: (B, 1 or H, 1, K) bool, or None. Returns: context (B, N, H, D) and weights (B, H, N, K).
+    attention_mask: (B, 1, 1, K) bool, or None. Returns: context (B, N, H, D) and weights (B, H, N, K).
     """
     weights = attention_weights(query, key, attention_mask, scaling)
     weights = F.dropout(weights, dropout, training=dropout > 0)

@@ -240,7 +240,8 @@ class BaseModel(BasePreTrainedModel):
     ) -> tuple | BaseModelOutput:
         """
         Args:
-            input_ids: (B, N) int64, N at most `max_position_embeddings`. inputs_embeds: (B, N, C) instead.
+            input_ids: (B, N) int64, N at most `max_position_embeddings`. inputs_embeds: (B, N, C) instead, or
+                (B, N, embedding_size).
             attention_mask: (B, N), 1 at tokens and 0 at padding, anywhere in a row; all tokens if None. With a cache
                 it may be longer than N: the columns of earlier tokens come first, and are ignored.
             token_type_ids: (B, N) int64, the segment of each token; 0 if None.

@@ -8,6 +8,7 @@ heads, it comes before the linear layers: E (X W) + b = (E X) W + b, and K rows 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,7 +19,7 @@ from .layers import LayerStack
 from .modeling_base import BaseModel, BasePreTrainedModel
 from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
 from .self_attention import SelfAttention
-from .sequence_projection import SequenceProjection, slots_of_heads_mask
+from .sequence_projection import SequenceProjection
 from .task_heads import (
     BaseForMultipleChoice,
     BaseForQuestionAnswering,
@@ -38,11 +39,14 @@ class LinformerPlan(NamedTuple):
 def make_projection(
     config: LinformerConfig, projected_dim: int | list[int], by_head: bool = False
 ) -> SequenceProjection:
+    """A projection to `projected_dim` slots, one for all heads or one for each."""
     num_heads = config.num_attention_heads if by_head else None
     return SequenceProjection(config.projection_type, projected_dim, config.max_position_embeddings, num_heads)
 
 
 class LinformerSelfAttention(SelfAttention):
+    """Linformer attention of a layer, with the projections that it does not share with other layers."""
+
     def __init__(self, config: LinformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.key_projection = self.value_projection = self.slots_of_heads = None
@@ -66,42 +70,63 @@ class LinformerSelfAttention(SelfAttention):
             rows = batch.to_clean_rows(hidden_states)
             # What layers share may lie on another device.
             slots = key_projection(rows, lengths).to(rows.device)
-            keys = split_heads(self.key(slots), self.num_heads)
+            keys = [split_heads(self.key(slots), self.num_heads)]
             if value_projection is not key_projection:
                 slots = value_projection(rows, lengths)
-            values = split_heads(self.value(slots), self.num_heads)
+            values = [split_heads(self.value(slots), self.num_heads)]
         else:
             keys = self.project_heads(self.key, key_projection, hidden_states, batch)
             values = self.project_heads(self.value, value_projection, hidden_states, batch)
         skip = None
         if self.conv is not None:
             skip = self.convolve(self.in_heads(self.value(hidden_states), batch), batch)
-        if self.slots_of_heads is not None:
-            mask = slots_of_heads_mask(self.slots_of_heads, query).expand(query.shape[0], -1, -1)
-        else:
-            mask = slot_mask(query, self.config.projection_type, self.config.slot_size(self.layer_idx), lengths)
+        mask = slot_mask(query, self.config.projection_type, self.config.slot_size(self.layer_idx), lengths)
+        queries = self.in_groups(query)
         if batch.maps is not None:
             tokens, bias = without_bias(self.value, hidden_states)
             tokens = self.in_heads(tokens, batch)
             matrix = value_projection(tokens, lengths, as_matrix=True).to(tokens.device)
+            matrices = [matrix] if self.slots_of_heads is None else matrix.split(self.slots_of_heads, dim=2)
             dropout_p = self.dropout if self.is_eager else 0.0
-            attention_map = batch.record(
-                slots_map(query, keys, matrix, mask, rows=batch.maps.rows, dropout_p=dropout_p)
-            )
+            maps = [
+                slots_map(*group, mask, rows=batch.maps.rows, dropout_p=dropout_p)
+                for group in zip(queries, keys, matrices, strict=True)
+            ]
+            attention_map = batch.record(join_groups(maps))
             if self.is_eager and batch.maps.rows is None and self.config.projection_type != "max_pool":
-                # Through the map that is returned, so that gradients reach it.
+                # The context is computed from the map that is returned, so that gradients reach the map.
                 context = attention_map @ tokens + split_heads(bias, self.num_heads)
                 return context if skip is None else context + skip
-        return self.softmax_attention(query, keys, values, mask, self.dropout, skip)
+        skips = [None] * len(queries) if skip is None else self.in_groups(skip)
+        contexts = [
+            self.softmax_attention(query, key, value, mask, self.dropout, skip)
+            for query, key, value, skip in zip(queries, keys, values, skips, strict=True)
+        ]
+        return join_groups(contexts)
 
-    def project_heads(self, linear: nn.Module, projection: nn.Module, hidden_states: Tensor, batch: Batch) -> Tensor:
-        """E (X W) + b, (B, H, K', D), for what comes after the linear layer."""
+    def in_groups(self, states: Tensor) -> list[Tensor]:
+        """States (B, H, ...) of heads that attend together: all of them, or one by one where they differ in slots."""
+        return [states] if self.slots_of_heads is None else list(states.split(1, dim=1))
+
+    def project_heads(
+        self, linear: nn.Module, projection: nn.Module, hidden_states: Tensor, batch: Batch
+    ) -> list[Tensor]:
+        """E (X W) + b, (B, H, K', D) of each group of heads, for what comes after the linear layer."""
         lengths = batch.plan.lengths
         if self.config.projection_type == "max_pool":
-            return projection(self.in_heads(linear(hidden_states), batch), lengths)
+            return [projection(self.in_heads(linear(hidden_states), batch), lengths)]
         tokens, bias = without_bias(linear, hidden_states)
         tokens = split_heads(batch.to_clean_rows(tokens), self.num_heads)
-        return projection(tokens, lengths) + split_heads(bias, self.num_heads)
+        slots, bias = projection(tokens, lengths), split_heads(bias, self.num_heads)
+        if self.slots_of_heads is None:
+            return [slots + bias]
+        heads = slots.split(self.slots_of_heads, dim=1)
+        return [head[:, None] + part for head, part in zip(heads, self.in_groups(bias), strict=True)]
+
+
+def join_groups(parts: list[Tensor]) -> Tensor:
+    """The reverse of `in_groups`."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def without_bias(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,6 +141,8 @@ def without_bias(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinformerStack(LayerStack):
+    """Layers, and the projection that they share, if they do."""
+
     def __init__(self, config: LinformerConfig, self_attention_class: type[SelfAttention]):
         super().__init__(config, self_attention_class)
         self.sequence_projection = None

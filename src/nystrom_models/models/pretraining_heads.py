@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heads that models are pretrained with: masked language modelling (MLM), and with it sentence order (SOP).
 
-Legend: B batch, N tokens, C hidden size, V vocabulary, T valid tokens of a batch.
+Legend: B batch, N tokens, C hidden size, E width of the embeddings, V vocabulary, T valid tokens of a batch.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
 from .input_checks import require_labels
-from .layers import activation, layer_norm
+from .layers import activation
 from .losses import cross_entropy, without_padding
 from .modeling_base import BaseModelOutput, BasePreTrainedModel
 
@@ -29,11 +29,12 @@ class PredictionHeadTransform(nn.Module):
 
     def __init__(self, config: BaseConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.transform_act_fn = activation(config)
-        self.LayerNorm = layer_norm(config)
+        self.dense = nn.Linear(config.hidden_size, config.embedding_width)
+        self.transform_act_fn = activation(config.hidden_act)
+        self.LayerNorm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """States (..., C) -> (..., E), as wide as the embeddings, by which words are predicted."""
         return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
 
 
@@ -43,7 +44,7 @@ class LMPredictionHead(nn.Module):
     def __init__(self, config: BaseConfig):
         super().__init__()
         self.transform = PredictionHeadTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder = nn.Linear(config.embedding_width, config.vocab_size)
         # The same tensor as decoder.bias, under the name that published checkpoints use, where weights are tied.
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.tie_word_embeddings else None
 
@@ -161,7 +162,7 @@ class BaseWithLMHead(BasePreTrainedModel):
         padding = 1 - len(places) / states.shape[:2].numel()
         # The backward pass has two more products of the forward pass's size.
         products = 3 if torch.is_grad_enabled() else 1
-        return products * self.config.hidden_size * padding > MULTIPLICATIONS_OF_A_COPY
+        return products * self.config.embedding_width * padding > MULTIPLICATIONS_OF_A_COPY
 
 
 def _at_all_places(logits: Tensor, places: Tensor, shape: torch.Size) -> Tensor:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The projection of a sequence to fewer slots, along the tokens, as a layer.
 
-Legend: B batch, H heads, N tokens, K slots, K* the most slots of a head, C hidden size, D head size.
+Legend: B batch, H heads, N tokens, K slots, C hidden size, D head size.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import initialization as init
 
 from .attention_linformer import project, projection_matrix
@@ -61,13 +60,13 @@ class SequenceProjection(nn.Module):
     def forward(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
         """Tokens by rank, (B, N, C) or (B, H, N, D), -> slots (B, K', C) or (B, H, K', D), see `project`.
 
-        Where heads differ, K' is K*, and a head's further slots are zero: see `slots_of_heads_mask`.
+        Where heads differ in K, (B, H, N, D) -> (B, K of all heads, D), one head's slots after the other's.
         as_matrix: instead, what acts on the tokens, (1 or B, 1 or H, K', N), see `projection_matrix`.
         """
-        weight: Tensor | None = self.weight
-        if self.slots_of_heads is not None:
-            weight = pad_sequence(weight.split(self.slots_of_heads), batch_first=True)  # (H, K*, N)
-        arguments = (states, weight, self.projection_type, self.kernel_size, lengths)
+        if self.slots_of_heads is not None and not as_matrix:
+            heads = zip(states.unbind(1), self.weight.split(self.slots_of_heads), strict=True)
+            return torch.cat([project(head, weight, "linear", None, lengths) for head, weight in heads], dim=1)
+        arguments = (states, self.weight, self.projection_type, self.kernel_size, lengths)
         return projection_matrix(*arguments).clone() if as_matrix else project(*arguments)
 
     def resize(self, length: int) -> None:
@@ -75,8 +74,3 @@ class SequenceProjection(nn.Module):
         columns = torch.arange(length, device=self.weight.device)
         weight = self.weight.detach()[..., columns % self.weight.shape[-1]]
         self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
-
-
-def slots_of_heads_mask(slots: list[int], like: Tensor) -> Tensor:
-    """(1, H, K*) bool, True at the slots that a head has; on the device of `like`."""
-    return torch.arange(max(slots), device=like.device) < torch.tensor(slots, device=like.device)[None, :, None]

@@ -31,7 +31,7 @@ class ClassificationHead(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = nn.Dropout(classifier_dropout(config))
-        self.activation = activation(config)
+        self.activation = activation(config.classifier_activation or config.hidden_act)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class BaseForMultipleChoice(BasePreTrainedModel):
         super().__init__(config)
         self.add_base_model()
         self.pre_classifier = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = nn.ReLU()
+        self.activation = activation(config.classifier_activation or "relu")
         self.classifier = nn.Linear(config.hidden_size, 1)
         self.post_init()
 

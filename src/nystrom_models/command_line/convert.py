@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a linear-time model of a trained encoder, and say what came from where.
+
+SOURCE is a checkpoint of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA, ALBERT or of a family of this
+package. OUT gets the model, the tokenizer and conversion_report.json. Fields that are not given are the source's.
+"""
+
+import argparse
+import json
+import logging
+from typing import Any
+
+# As nystrom_models.conversion has them; importing it takes seconds, and the parser is made for every command.
+FAMILIES = ("nystromformer", "linformer", "linear_transformer")
+POSITIONS = ("repeat", "interpolate")
+SHARING_MODES = ("none", "headwise", "key_value", "layerwise")
+FEATURE_MAPS = ("elu", "relu", "hedgehog", None)
+HEADS = (
+    "Model",
+    "ForPreTraining",
+    "ForMaskedLM",
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+
+
+def number_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def by_layer(text: str) -> Any:
+    """ "64", "none", "64,32" for each layer, or JSON for each head of each layer."""
+    if text.startswith("["):
+        return json.loads(text)
+    numbers = [number_or_none(part) for part in text.split(",")]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def feature_map(text: str) -> str | None:
+    return None if text == "none" else text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="A folder or a name on the Hub.")
+    parser.add_argument("out", metavar="OUT", help="A folder that is new or empty.")
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="What to make (%(default)s).")
+    parser.add_argument("--max_length", type=int, metavar="N", help="Tokens of the longest sequence.")
+    parser.add_argument(
+        "--num_landmarks",
+        type=by_layer,
+        metavar="M",
+        default=argparse.SUPPRESS,
+        help="Landmarks of a Nyströmformer; with commas, for each layer; none for softmax attention.",
+    )
+    parser.add_argument(
+        "--conv_kernel_size",
+        type=number_or_none,
+        metavar="S",
+        default=argparse.SUPPRESS,
+        help="Kernel of the convolution of the values, odd; none for no convolution.",
+    )
+    parser.add_argument(
+        "--projected_dim",
+        type=by_layer,
+        metavar="K",
+        default=argparse.SUPPRESS,
+        help="Slots of a Linformer; with commas, for each layer; lists in JSON, for each head.",
+    )
+    parser.add_argument(
+        "--share_projection",
+        choices=SHARING_MODES,
+        default=argparse.SUPPRESS,
+        help="Which projections of a Linformer are one.",
+    )
+    parser.add_argument(
+        "--feature_map",
+        type=feature_map,
+        choices=FEATURE_MAPS,
+        metavar="{elu,relu,hedgehog,none}",
+        default=argparse.SUPPRESS,
+        help="Of a linear transformer; hedgehog is learned, and the default here; none for softmax attention.",
+    )
+    parser.add_argument(
+        "--head", choices=HEADS, metavar="HEAD", help=f"The class to make, if not the source's: {', '.join(HEADS)}."
+    )
+    parser.add_argument(
+        "--positions",
+        choices=POSITIONS,
+        default=POSITIONS[0],
+        help="How there come to be more positions (%(default)s).",
+    )
+    parser.add_argument(
+        "--sample_file",
+        metavar="FILE",
+        help="Text (UTF-8) to start projections and feature maps from, and to measure differences on.",
+    )
+    parser.add_argument(
+        "--matching_steps", type=int, metavar="STEPS", help="Steps in which each layer's feature map is matched."
+    )
+    parser.add_argument("--revision", metavar="REVISION", help="Of a source on the Hub: branch, tag or commit.")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from transformers import AutoConfig
+
+    from ..conversion import Matching, convert_checkpoint, converted_config
+    from ..conversion.convert import check_output_dir
+
+    check_output_dir(arguments.out)
+    files: dict[str, Any] = {} if arguments.revision is None else {"revision": arguments.revision}
+    given = vars(arguments)
+    fields = ("num_landmarks", "conv_kernel_size", "projected_dim", "share_projection", "feature_map")
+    overrides = {name: given[name] for name in fields if name in given}
+    if arguments.max_length is not None:
+        overrides["max_position_embeddings"] = arguments.max_length
+    source_config = AutoConfig.from_pretrained(arguments.source, **files)
+    config = converted_config(source_config, arguments.family, **overrides)
+    matching = None if arguments.matching_steps is None else Matching(steps=arguments.matching_steps)
+    sample = None if arguments.sample_file is None else read_texts(arguments.sample_file)
+    # What it would warn of is in the report.
+    logging.getLogger("nystrom_models.conversion").setLevel(logging.ERROR)
+    _, report = convert_checkpoint(
+        arguments.source,
+        arguments.out,
+        config,
+        head=arguments.head,
+        positions=arguments.positions,
+        sample=sample,
+        matching=matching,
+        return_report=True,
+        save_report=True,
+        **files,
+    )
+    print(report)
+
+
+def read_texts(path: str) -> list[str]:
+    """The paragraphs of a text file, which are divided by empty lines.
+
+    Raises:
+        ValueError: if it is not UTF-8.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--sample_file {path} is not UTF-8 ({error.reason} at byte {error.start}).") from error
+    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]

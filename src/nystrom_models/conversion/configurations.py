@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a converted model, and whether one fits its source."""
+
+import dataclasses
+import os
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..models.configuration_base import BaseConfig
+from ..models.embeddings import is_sinusoidal
+from ..registration import FAMILIES
+from .sources import source_fields, source_kind
+
+# What changes the function that the source's weights make. `type_vocab_size` may grow, `max_position_embeddings` vary.
+_SAME_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "embedding_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "layer_norm_eps",
+    "pad_token_id",
+)
+# Fields of every configuration in Transformers that a head's meaning depends on.
+_HEAD_FIELDS = ("id2label", "label2id", "problem_type")
+
+
+def converted_config(
+    source: str | os.PathLike | PreTrainedConfig, family: str = "nystromformer", **overrides: Any
+) -> Any:
+    """The configuration for [`convert`] that takes every field it shares with the source's from there.
+
+    `max_position_embeddings` is the longest sequence that the source takes: a RoBERTa's own field counts the unused
+    rows of its position table, too (514 for 512 tokens). Labels and `problem_type` are kept. A linear transformer made
+    of another model has `feature_map="hedgehog"`, which can imitate softmax attention.
+
+    Args:
+        source: a folder, a name on the Hub, or a configuration, of a checkpoint that [`convert`] takes.
+        family: a `model_type` of this package.
+        overrides: fields of the family's configuration, such as `max_position_embeddings=4096`.
+
+    Returns:
+        A `NystromformerConfig`, `LinformerConfig` or `LinearTransformerConfig`.
+
+    Raises:
+        ValueError: if the source is of another kind, the family or a field is unknown, or fields contradict each
+            other.
+
+    Example:
+
+    ```python
+    >>> from nystrom_models.conversion import converted_config
+
+    >>> config = converted_config("google-bert/bert-base-uncased", max_position_embeddings=4096)
+    ```
+    """
+    families = {base.config_class.model_type: base.config_class for base in FAMILIES}
+    if family not in families:
+        raise ValueError(f"family={family!r} is unknown: use one of {', '.join(families)}.")
+    config_class = families[family]
+    known = config_class()
+    if unknown := [name for name in overrides if not hasattr(known, name)]:
+        raise ValueError(
+            f"{config_class.__name__} has no field {', '.join(unknown)}: correct the name, or leave it out."
+        )
+    source_config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
+    fields = source_fields(source_config)
+    if fields["max_position_embeddings"] is None and known.max_position_embeddings is not None:
+        # Of a source without a longest sequence.
+        fields.pop("max_position_embeddings")
+    fields |= {name: getattr(source_config, name) for name in _HEAD_FIELDS}
+    fields |= _family_fields(source_config, config_class)
+    if "feature_map" in overrides:
+        # Whether there are states to return goes by it.
+        fields.pop("use_cache", None)
+    config = config_class(**fields | overrides)
+    _check_direction(config, source_config)
+    return config
+
+
+def _family_fields(source_config: PreTrainedConfig, config_class: type[BaseConfig]) -> dict[str, Any]:
+    """The fields of a family that do not come from `BaseConfig`, where the source says something of them."""
+    own = {item.name for item in dataclasses.fields(config_class)}
+    if source_config.model_type == config_class.model_type:
+        return {name: getattr(source_config, name) for name in own - _base_fields()}
+    fields: dict[str, Any] = {}
+    if source_kind(source_config).is_ours:
+        # The convolution of the values is the same layer in every family.
+        fields["conv_kernel_size"] = source_config.conv_kernel_size
+    if "feature_map" in own:
+        # Linear attention has no weights to drop.
+        fields |= {"feature_map": "hedgehog", "attention_probs_dropout_prob": 0.0}
+    return fields
+
+
+def _check_direction(config: BaseConfig, source_config: PreTrainedConfig) -> None:
+    """Raises ValueError unless both attend to the whole sequence, or both to the tokens before alone."""
+    is_causal = bool(getattr(source_config, "is_decoder", False))
+    if config.is_decoder != is_causal:
+        raise ValueError(
+            f"config has is_decoder={config.is_decoder}, and the source is_decoder={is_causal}: a model that sees the "
+            "whole sequence is no start for one that sees only the tokens before, nor the reverse. Set is_decoder="
+            f"{is_causal}."
+        )
+
+
+def _base_fields() -> set[str]:
+    return {item.name for item in dataclasses.fields(BaseConfig)}
+
+
+def check_config(config: BaseConfig, source_config: PreTrainedConfig, head: str) -> None:
+    """Raises TypeError or ValueError unless the source's weights make sense in a model of this configuration."""
+    if not isinstance(config, BaseConfig):
+        raise TypeError(
+            f"config is a {type(config).__module__}.{type(config).__name__}, but must be a configuration of "
+            "nystrom_models: make it with converted_config()."
+        )
+    _check_direction(config, source_config)
+    source = source_fields(source_config)
+    expected = {name: source.get(name) for name in _SAME_FIELDS}
+    if head in ("ForSequenceClassification", "ForMultipleChoice"):
+        expected["classifier_activation"] = source["classifier_activation"]
+    if config.type_vocab_size < source["type_vocab_size"]:
+        expected["type_vocab_size"] = source["type_vocab_size"]
+    if getattr(source_config, "conv_kernel_size", None) is not None and config.conv_kernel_size is not None:
+        # Either none, which leaves the source's behind, or the source's.
+        expected["conv_kernel_size"] = source_config.conv_kernel_size
+    expected["layer_norm_position"] = source.get("layer_norm_position", "post")
+    if is_sinusoidal(config):
+        if getattr(source_config, "position_embedding_type", None) != config.position_embedding_type:
+            raise ValueError(
+                'config has position_embedding_type="sinusoidal", and the source has learned positions, which those '
+                'cannot hold: set position_embedding_type="learned".'
+            )
+        # Sinusoids are as large as it says.
+        expected["initializer_range"] = source_config.initializer_range
+    wrong = [name for name, value in expected.items() if getattr(config, name) != value]
+    if wrong:
+        found = ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong)
+        needed = ", ".join(f"{name}={expected[name]!r}" for name in wrong)
+        raise ValueError(
+            f"config has {found}, with which the source's weights cannot be used: set {needed}, or make config with "
+            "converted_config(), which takes them from the source."
+        )

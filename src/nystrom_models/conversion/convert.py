@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained encoder becomes a model of this package, with as many positions as wanted.
+
+Where the result attends exactly, it is the function of the source: the sub-layers are the same and take the same
+weights.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+from ..models.configuration_base import BaseConfig
+from .comparison import compared_lengths, measure_differences
+from .configurations import check_config
+from .exact_attention import exact_model
+from .feature_maps import Matching, start_feature_maps
+from .positions import check_method
+from .principal_directions import start_projections
+from .projections import projection_places
+from .reading import SourceModel, read_source
+from .report import ConversionReport
+from .sample import Sample
+from .sources import check_head, source_head
+from .weights import take_over
+
+logger = logging.get_logger(__name__)
+
+# Arguments of from_pretrained that say where files are; a configuration and a tokenizer take them as a model does.
+_FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def convert(
+    model_name_or_path: str | os.PathLike,
+    config: BaseConfig,
+    *,
+    head: str | None = None,
+    positions: str = "repeat",
+    sample: Sequence[str] | Tensor | None = None,
+    matching: Matching | None = None,
+    return_report: bool = False,
+    compare: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Makes a linear-time model of a trained encoder.
+
+    Sources are checkpoints of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA, ALBERT and of this package's
+    families (a Nyströmformer also of Transformers' own class), with any head. Taken over, in the source's dtype:
+    embeddings, all layers and the head. A Nyströmformer then computes what the source does for every sequence of at
+    most `num_landmarks` tokens, and for all with `num_landmarks=None`. Beyond, and as another family at any length, it
+    is another function, to be trained on.
+
+    - **Positions** are repeated or interpolated up to `max_position_embeddings`, or cut. A row's first token has the
+      source's first position, wherever the padding is. (BERT itself counts padding on the left as tokens.)
+    - **Convolution.** That of a family of this package is taken over. Otherwise it starts at zero and not, as with the
+      Nyströmformer's authors, at random: the model begins as the source's function, and gradients reach a kernel of
+      zeros.
+    - **Heads.** The sentence order of a family of this package and of ALBERT is taken over; BERT's next-sentence head
+      and ELECTRA's discriminator have no counterpart.
+    - **ALBERT's** shared layers become layers of their own, which may part in training.
+    - **Token types.** `type_vocab_size` may be larger than the source's (RoBERTa has one type); new types start as
+      copies of type 0. DistilBERT has none: one type that adds nothing.
+    - **Linformer's projections** are those of a source Linformer, of any sizes and sharing; otherwise the means of
+      segments, or with a `sample` groups of positions by the principal directions of keys and values, whichever
+      approximates the attention's output better on held-out rows.
+    - **Learned feature maps** (`feature_map="hedgehog"`) start as in a new model; with a `sample`, matched to the
+      source's attention.
+
+    What is new, changed or left behind is logged as a warning.
+
+    Args:
+        model_name_or_path: a folder or a name on the Hub, with weights in `safetensors`, or in `pytorch_model.bin`,
+            which Transformers reads by `torch.load(weights_only=True)`: tensors and nothing that runs.
+        config: of the model to make. What the source's weights depend on (`vocab_size`, `hidden_size`, `hidden_act`,
+            ...) must be as there: [`converted_config`] sees to it.
+        head: of the model: "Model", "ForPreTraining", "ForMaskedLM", "ForCausalLM", "ForSequenceClassification",
+            "ForTokenClassification", "ForQuestionAnswering" or "ForMultipleChoice"; None for the source's own, or
+            "Model" where that has no counterpart. A head that the source does not have is new.
+        positions: "repeat" or "interpolate": how there come to be more of them, see [`fit_positions`].
+        sample: texts, or token ids (rows, length) int64 without padding, to start from and to measure on; some
+            30,000 tokens of them are used. None: what it is for starts without it, and the report's differences are
+            measured on random token ids.
+        matching: how feature maps are matched; None for [`Matching`]'s defaults.
+        return_report: whether to return the report, too.
+        compare: whether model and source are then run, and compared in the report.
+        kwargs: of `from_pretrained`, for the source: `revision`, `token`, `cache_dir`, `dtype` and so on.
+
+    Returns:
+        The model in evaluation mode, whose `save_pretrained` writes what every Auto class reads. With
+        `return_report=True`, the model and a [`ConversionReport`].
+
+    Raises:
+        TypeError: if `config` is none of this package.
+        ValueError: if a field of `config` does not fit the source, the source is of another kind, lacks a part of its
+            encoder or holds weights in it that have no place here, the head has no counterpart, or the sample is too
+            small.
+    """
+    measure = return_report and compare
+    model, report = _convert(model_name_or_path, config, head, positions, sample, matching, measure, None, kwargs)
+    return (model, report) if return_report else model
+
+
+def _convert(
+    model_name_or_path: str | os.PathLike,
+    config: BaseConfig,
+    head: str | None,
+    positions: str,
+    sample: Sequence[str] | Tensor | None,
+    matching: Matching | None,
+    measure: bool,
+    tokenizer: PreTrainedTokenizerBase | None,
+    kwargs: dict[str, Any],
+) -> tuple[PreTrainedModel, ConversionReport]:
+    check_method(positions)
+    files = {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
+    source_config = AutoConfig.from_pretrained(model_name_or_path, **files)
+    head = source_head(source_config) if head is None else head
+    check_head(head, source_config)
+    check_config(config, source_config, head)
+    rows = None
+    if isinstance(sample, Tensor):
+        rows = Sample.of_rows(sample, source_config.vocab_size)
+    elif sample is not None:
+        if isinstance(sample, str):
+            raise TypeError("sample is one text: give a list of texts.")
+        tokenizer = tokenizer or _read_tokenizer(model_name_or_path, files)
+        rows = Sample.of_texts(sample, tokenizer)
+
+    source = read_source(model_name_or_path, source_config, head, kwargs)
+    model, report = take_over(source, config, head, positions)
+    if rows is not None:
+        report.sample = rows.kind
+        _start_from(rows, model, source, report, positions, matching or Matching())
+    if measure:
+        if rows is None:
+            longest = max(compared_lengths(model, source))
+            rows = Sample.random(source_config.vocab_size, 4 * longest, source_config.pad_token_id)
+        report.differences = measure_differences(model, source, rows, report)
+    if warnings := report.warnings():
+        logger.warning("\n".join([f"{report.model} from {report.source}:", *(f"- {line}" for line in warnings)]))
+    return model, report
+
+
+def _start_from(
+    sample: Sample,
+    model: PreTrainedModel,
+    source: SourceModel,
+    report: ConversionReport,
+    positions: str,
+    matching: Matching,
+) -> None:
+    """Starts from a sample what the source has not, and says so in the report."""
+    prefix = "" if model.base_model is model else model.base_model_prefix + "."
+    new = set(report.new)
+    projections = {prefix + place.name for place in projection_places(model)} & new
+    # Of linear attention, no projection is compared with softmax attention.
+    projections = projections if hasattr(model.config, "share_projection") else set()
+    feature_maps = {name for name in new if "_features." in name}
+    if not (projections or feature_maps):
+        return
+    if not source.kind.attends_exactly(source.config):
+        report.notes.append(
+            f"nothing was started from the sample: model_type={source.config.model_type!r} has no softmax attention"
+        )
+        return
+    exact = exact_model(source, model.config, positions)
+    how: dict[str, str] = {}
+    if projections:
+        report.projections = start_projections(model, exact, sample)
+        for place in projection_places(model):
+            layers = [None, *place.layers]
+            start = next((start for start in report.projections if start.layer in layers), None)
+            if start is not None and start.start == "principal_directions":
+                how[prefix + place.name] = "principal directions of keys and values, to be trained"
+    if feature_maps:
+        report.feature_maps = start_feature_maps(model, exact, sample, matching)
+        matched = [f".layer.{start.layer}." for start in report.feature_maps if start.after < start.before]
+        names = [name for name in feature_maps if any(layer in name for layer in matched)]
+        how |= dict.fromkeys(names, "matched to the source's attention, to be trained")
+    report.origins = [dataclasses.replace(origin, how=how.get(origin.name, origin.how)) for origin in report.origins]
+
+
+def convert_checkpoint(
+    model_name_or_path: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    config: BaseConfig,
+    *,
+    head: str | None = None,
+    positions: str = "repeat",
+    sample: Sequence[str] | Tensor | None = None,
+    matching: Matching | None = None,
+    return_report: bool = False,
+    save_report: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """[`convert`], and saves the model with the source's tokenizer, ready for any Auto class and `pipeline`.
+
+    The tokenizer's `model_max_length` becomes `config.max_position_embeddings`: with the source's, long texts would be
+    cut to its length, without a word. Weights are written as `safetensors`.
+
+    Args:
+        model_name_or_path, config, head, positions, sample, matching, return_report, kwargs: see [`convert`]. The
+            source must come with a tokenizer.
+        output_dir: a folder that is new or empty.
+        save_report: whether to write the report beside the model, as conversion_report.json.
+
+    Returns:
+        What [`convert`] returns.
+
+    Raises:
+        TypeError, ValueError: see [`convert`]; also if `output_dir` is not empty, or the source has no tokenizer, or
+            one that is not fast.
+    """
+    check_output_dir(output_dir)
+    files = {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
+    tokenizer = _read_tokenizer(model_name_or_path, files)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"The source's tokenizer, {type(tokenizer).__name__}, is not a fast one, which AutoTokenizer needs beside "
+            "a model of this package: use convert(), and load the tokenizer by its class."
+        )
+    measure = return_report or save_report
+    model, report = _convert(model_name_or_path, config, head, positions, sample, matching, measure, tokenizer, kwargs)
+    if config.max_position_embeddings is not None:
+        tokenizer.model_max_length = config.max_position_embeddings
+    # AutoTokenizer will load it by the general class, which must be told about BERT's token types.
+    tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    if save_report:
+        report.save(output_dir)
+    return (model, report) if return_report else model
+
+
+def _read_tokenizer(model_name_or_path: str | os.PathLike, files: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a source; raises ValueError where Transformers makes one up, of special tokens alone."""
+    tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **files)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(
+            f"{str(model_name_or_path)!r} has no tokenizer: save it there, by tokenizer.save_pretrained(), or use "
+            "convert(), which needs none but for a sample of texts."
+        )
+    return tokenizer
+
+
+def check_output_dir(output_dir: str | os.PathLike) -> None:
+    """Raises ValueError unless a folder is new or empty."""
+    folder = Path(output_dir)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"output_dir={str(output_dir)!r} exists and is not an empty folder: name another.")

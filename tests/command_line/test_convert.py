@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversion as users start it, and what they get."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    pipeline,
+)
+
+from nystrom_models.command_line import convert as command
+from nystrom_models.command_line.main import main
+from nystrom_models.conversion import sources
+from nystrom_models.conversion.positions import METHODS
+from nystrom_models.conversion.report import REPORT_NAME
+from nystrom_models.data import train_tokenizer
+from nystrom_models.models.configuration_linear_transformer import FEATURE_MAPS
+from nystrom_models.models.configuration_linformer import SHARING_MODES
+from nystrom_models.registration import FAMILIES
+from tests.conversion.sources import enlarge
+from tests.models.options import TINY
+
+SENTENCES = (
+    "Return a list of the names of all columns. Raise an error if the file does not exist. Open the file. Read every "
+    "line. Close the file at the end."
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A classifier of three classes, with its tokenizer, and a file of text."""
+    folder = tmp_path_factory.mktemp("source")
+    tokenizer = train_tokenizer([SENTENCES] * 4, vocab_size=120, model_max_length=32, show_progress=False)
+    labels = {"id2label": {0: "calm", 1: "storm", 2: "fog"}, "label2id": {"calm": 0, "storm": 1, "fog": 2}}
+    fields = TINY | labels | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    enlarge(BertForSequenceClassification(BertConfig(**fields, max_position_embeddings=32))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "text.txt").write_text("\n\n".join([SENTENCES] * 12), encoding="utf-8")
+    return folder
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "nystrom_models", "convert", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_classifier_becomes_longer_and_says_the_same(source, tmp_path):
+    options = ["--max_length", 64, "--num_landmarks", 16, "--sample_file", source / "text.txt"]
+    done = run(source, tmp_path / "out", *options)
+    assert done.returncode == 0, done.stderr
+    assert "NystromformerForSequenceClassification from BertForSequenceClassification" in done.stdout
+    assert "32 rows repeated to 64" in done.stdout and "Largest difference from the source, on texts" in done.stdout
+    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text(encoding="utf-8"))
+    short, long = report["differences"]
+    assert (short["tokens"], long["tokens"]) == (16, 32)
+    assert short["largest"] < 1e-6 * short["scale"] < long["largest"]
+
+    both = [pipeline("text-classification", str(folder), top_k=None) for folder in (source, tmp_path / "out")]
+    texts = ["Open the file.", "Read every line."]
+    theirs, ours = (one(texts) for one in both)
+    for one, other in zip(theirs, ours, strict=True):
+        assert [found["label"] for found in one] == [found["label"] for found in other]
+        assert [found["score"] for found in other] == pytest.approx([found["score"] for found in one], abs=1e-6)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "out")(SENTENCES * 9, truncation=True, return_tensors="pt")
+    assert inputs["input_ids"].shape == (1, 64)
+    assert model(**inputs).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("linformer", ["--projected_dim", "8", "--share_projection", "key_value"], "principal directions"),
+        ("linear_transformer", ["--matching_steps", "5"], "cross entropy before"),
+    ],
+)
+def test_other_families_start_from_the_text(family, options, expected, source, tmp_path, capsys):
+    arguments = ["convert", source, tmp_path / "out", "--family", family, "--head", "ForMaskedLM", *options]
+    arguments += ["--sample_file", source / "text.txt", "--positions", "interpolate", "--max_length", 40]
+    assert main(list(map(str, arguments))) == 0
+    printed = capsys.readouterr().out
+    assert expected in printed and "32 rows interpolated to 40" in printed
+    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text(encoding="utf-8"))
+    assert report["projections" if family == "linformer" else "feature_maps"]
+    model, info = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert model.config.model_type == family and not info["missing_keys"]
+    assert len(report["origins"]) == len(list(model.parameters()))
+    assert model(torch.randint(5, 99, (1, 40))).logits.isfinite().all()
+
+
+def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    wrong = [
+        ([source, tmp_path / "full"], "not an empty folder"),
+        ([source, source], "not an empty folder"),
+        ([source, tmp_path / "out", "--sample_file", tmp_path / "latin.txt"], "not UTF-8"),
+        ([source, tmp_path / "out", "--family", "linformer", "--num_landmarks", 8], "no field num_landmarks"),
+        ([source, tmp_path / "out", "--head", "ForCausalLM"], "head='ForMaskedLM'"),
+        ([tmp_path / "nothing", tmp_path / "out"], "nothing"),
+    ]
+    for arguments, expected in wrong:
+        assert main(["convert", *map(str, arguments)]) == 1
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1, error
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        main(["convert", str(source), str(tmp_path / "out"), "--num_landmarks", "many"])
+
+
+def test_the_choices_are_those_of_the_library():
+    assert command.HEADS == sources.HEADS and command.POSITIONS == METHODS
+    assert sorted(command.FAMILIES) == sorted(family.config_class.model_type for family in FAMILIES)
+    assert set(command.SHARING_MODES) == set(SHARING_MODES) and set(command.FEATURE_MAPS) == {*FEATURE_MAPS, None}
