@@ -19,6 +19,7 @@ PAGES = {
     "index": "nystrom_models",
     "get-started": "Get started",
     "pretrain": "Pretrain",
+    "any-encoder": "Any encoder by one argument",
     "speed": "Speed and memory",
     "capabilities": "What others cannot do",
     "how-it-works": "How it works",
