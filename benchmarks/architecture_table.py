@@ -213,14 +213,14 @@ def table(answers: Answers) -> str:
     ]
     running = {name: answer for name, answer in answers.items() if answer.refusal is None}
     for name, answer in running.items():
-        padding = "takes no mask" if answer.padding is None else f"{answer.padding:.0e}"
+        padding = "not padded" if answer.padding is None else f"{answer.padding:.0e}"
         if answer.lets_padding_in:
             padding = f"seen outside attention, {answer.own_padding:.0e} with `sdpa`"
         given, wanted = answer.gradients or (0, 0)
         cells = [
             name,
             kinds[name],
-            f"{answer.exact:.0e}, {answer.exact_gradient:.0e}",
+            ", ".join(f"{value:.0e}" if value else "equal" for value in (answer.exact, answer.exact_gradient)),
             f"{answer.change:.0%}",
             padding,
             f"{given} of {wanted}",

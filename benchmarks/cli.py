@@ -339,7 +339,7 @@ def time_decoding(arguments: argparse.Namespace, argv: list[str]) -> int:
     for what in arguments.what:
         rows = decoding.measure(what, arguments.lengths, arguments.repeats, arguments.max_seconds, progress, place)
         results["results"][what] = rows
-        print(f"\n{decoding.table(what, rows)}")
+        print(f"\n{report.decoding_table(what, rows, decoding.SIZES)}")
         if arguments.output:
             write(results, arguments.output)
     return 0

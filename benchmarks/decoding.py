@@ -21,6 +21,8 @@ from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
 from nystrom_models.models.attention_linear import elu_features, linear_attention
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 1000
+# Said in the tables.
+SIZES = f": {LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}"
 OURS, GROWING, STATIC = "linear transformer", "GPT-2, its cache", "GPT-2, static cache"
 PREFILL_CHUNK = 8192
 DEFAULT_LENGTHS = {
@@ -244,33 +246,3 @@ def measure(
         rows += copy.deepcopy(MEASURES[what](length, repeats, max_seconds, LONGEST_EXACT[what], place))
         report(f"{what} at {length}: done")
     return rows
-
-
-TITLES = {
-    "decode": "A generated token after n tokens of context",
-    "prefill": "Prefill of n tokens",
-    "train": "A training step of one row of n tokens, forward and backward",
-    "projected": "Linear attention in both directions alone, without and with a projection of n tokens",
-}
-
-
-def table(what: str, rows: list[dict]) -> str:
-    lines = [
-        f"{TITLES[what]}: {LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}",
-        f"{'n':>8}  {'model':<20} {'ms':>10} {'quartiles':>17} {'tokens/s':>11} {'times ours':>11}"
-        + {"decode": "  cache, KiB", "train": "  peak, MiB", "projected": "  normaliser <= 0"}.get(what, ""),
-    ]
-    for item in rows:
-        times = {name: value * 1e3 for name, value in item["seconds"].items()}
-        tokens = 1 if what == "decode" else item["length"]
-        line = f"{item['length']:>8,}  {item['contender']:<20} {times['median']:>10.4g} "
-        line += f"{times['lower_quartile']:>8.4g} {times['upper_quartile']:>8.4g} "
-        line += f"{tokens / item['seconds']['median']:>11,.0f} {item['times_ours']['median']:>11.3g}"
-        if "state_bytes" in item:
-            line += f"  {item['state_bytes'] / 2**10:>10,.0f}"
-        if "peak_bytes" in item:
-            line += f"  {item['peak_bytes'] / 2**20:>9,.0f}"
-        if "not_positive" in item:
-            line += f"  {item['not_positive']:>15.0%}"
-        lines.append(line)
-    return "\n".join(lines)

@@ -231,6 +231,43 @@ def paper_table(results: dict, layout: str, against: str) -> str:
     return "\n".join(lines)
 
 
+# What `python -m benchmarks decode` measures.
+DECODING = {
+    "decode": "A generated token after n tokens of context",
+    "prefill": "Prefill of n tokens",
+    "train": "A training step of one row of n tokens, forward and backward",
+    "projected": "Linear attention in both directions alone, without and with a projection of n tokens",
+}
+
+
+def decoding_table(what: str, rows: list[dict], models: str = "") -> str:
+    """Rows of `python -m benchmarks decode` as text.
+
+    Args:
+        what: a measure of `DECODING`.
+        models: what is said of the models' sizes.
+    """
+    lines = [
+        DECODING[what] + models,
+        f"{'n':>8}  {'model':<20} {'ms':>10} {'quartiles':>17} {'tokens/s':>11} {'times ours':>11}"
+        + {"decode": "  cache, KiB", "train": "  peak, MiB", "projected": "  normaliser <= 0"}.get(what, ""),
+    ]
+    for item in rows:
+        times = {name: value * 1e3 for name, value in item["seconds"].items()}
+        tokens = 1 if what == "decode" else item["length"]
+        line = f"{item['length']:>8,}  {item['contender']:<20} {times['median']:>10.4g} "
+        line += f"{times['lower_quartile']:>8.4g} {times['upper_quartile']:>8.4g} "
+        line += f"{tokens / item['seconds']['median']:>11,.0f} {item['times_ours']['median']:>11.3g}"
+        if "state_bytes" in item:
+            line += f"  {item['state_bytes'] / 2**10:>10,.0f}"
+        if "peak_bytes" in item:
+            line += f"  {item['peak_bytes'] / 2**20:>9,.0f}"
+        if "not_positive" in item:
+            line += f"  {item['not_positive']:>15.0%}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 # Text, and lines in order, of pictures that stand on a page of the one or the other color.
 COLORS = {
     "light": ("#24292f", ("#00796b", "#e65100", "#3949ab", "#8e24aa", "#6d4c41", "#757575")),

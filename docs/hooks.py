@@ -15,6 +15,7 @@ Links are written as they lead in the repository, so that pages can be read ther
 
 import ast
 import functools
+import importlib
 import inspect
 import json
 import posixpath
@@ -155,22 +156,19 @@ def result_page(path: Path) -> str:
 
 
 def printed_tables(results: dict[str, Any]) -> str:
-    return benchmarks("report").table(results)
+    return report().table(results)
 
 
 def printed_decoding(results: dict[str, Any]) -> str:
-    tables = [benchmarks("decoding").table(what, rows) for what, rows in results["results"].items()]
-    return "\n\n".join([benchmarks("report").describe_machine(results), *tables])
+    tables = [report().decoding_table(what, rows) for what, rows in results["results"].items()]
+    return "\n\n".join([report().describe_machine(results), *tables])
 
 
-@functools.cache
-def benchmarks(name: str) -> Any:
-    """A module of benchmarks/, once its workloads are known by their titles."""
-    sys.path.insert(0, str(ROOT))
-    import importlib
-
-    importlib.import_module("benchmarks.cli")
-    return importlib.import_module(f"benchmarks.{name}")
+def report() -> Any:
+    """benchmarks/report.py, which prints result files. (All of benchmarks/ would take seconds to import.)"""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return importlib.import_module("benchmarks.report")
 
 
 def fenced(text: str, language: str = "text") -> str:

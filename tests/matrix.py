@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
-FOLDERS = ("models", "compat", "conversion", "data", "training")
+FOLDERS = ("models", "compat", "conversion", "interface", "analysis", "data", "training")
 ASK = """
 import importlib.metadata, json, platform
 names = ("torch", "transformers", "accelerate", "datasets")

@@ -393,7 +393,7 @@ def test_decoding_is_timed_beside_exact_attention(capsys, tmp_path):
     output = tmp_path / "decoding.json"
     cli.main(["decode", "--lengths", "48", "--repeats", "2", "--output", str(output)])
     printed = capsys.readouterr().out
-    for title in decoding.TITLES.values():
+    for title in report.DECODING.values():
         assert title in printed
     results = json.loads(output.read_text())["results"]
     assert [row["contender"] for row in results["decode"]] == [decoding.OURS, decoding.GROWING, decoding.STATIC]

@@ -370,7 +370,7 @@ def test_logits_to_keep():
         logits = model(ids).logits
         assert torch.allclose(model(ids, logits_to_keep=2).logits, logits[:, -2:], atol=1e-5)
         assert torch.allclose(model(ids, logits_to_keep=torch.tensor([3, 0])).logits, logits[:, [3, 0]], atol=1e-5)
-    with pytest.raises(ValueError, match="logits_to_keep keeps logits"):
+    with pytest.raises(ValueError, match="logits_to_keep drops logits"):
         model(ids, labels=ids, logits_to_keep=1)
 
 

@@ -67,6 +67,7 @@ class Layer:
     token: Tensor | None = None
 
     def add_errors(self, setting: Setting, sums: Sums) -> None:
+        """Adds the errors of a text to those of the same setting."""
         if setting in self.errors:
             self.errors[setting].add(sums)
         else:

@@ -7,6 +7,7 @@ package. OUT gets the model, the tokenizer and conversion_report.json. Fields th
 
 import argparse
 import json
+import logging
 from typing import Any
 
 # As nystrom_models.conversion has them; importing it takes seconds, and the parser is made for every command.
@@ -104,7 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from transformers import AutoConfig
-    from transformers.utils import logging
 
     from ..conversion import Matching, convert_checkpoint, converted_config
     from ..conversion.convert import check_output_dir
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     matching = None if arguments.matching_steps is None else Matching(steps=arguments.matching_steps)
     sample = None if arguments.sample_file is None else read_texts(arguments.sample_file)
     # What it would warn of is in the report.
-    logging.set_verbosity_error()
+    logging.getLogger("nystrom_models.conversion").setLevel(logging.ERROR)
     _, report = convert_checkpoint(
         arguments.source,
         arguments.out,

@@ -101,6 +101,7 @@ class ConversionReport:
         return [origin.name for origin in self.origins if origin.source is None]
 
     def to_dict(self) -> dict[str, Any]:
+        """All of it as dictionaries, lists, texts and numbers, which JSON takes."""
         return asdict(self)
 
     def save(self, folder: str | os.PathLike) -> Path:

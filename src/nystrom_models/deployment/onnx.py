@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as one ONNX file for every batch size and length, whose names are those of Hugging Face Optimum."""
+"""Export of a model to one ONNX file for every batch size and length, with the names of Hugging Face Optimum."""
 
 import importlib.util
 import logging
@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
-# From 23 on, attention is one operator, and that of ONNX Runtime 1.31 on a CPU takes no mask of the keys alone.
+# From 23 on, attention is one operator, which in ONNX Runtime 1.31 on a CPU takes no mask of keys.
 OPSET_VERSIONS = range(18, 23)
 
 # Largest difference from PyTorch over largest output that `verify` lets pass. Other orders of summation give about
@@ -34,7 +34,7 @@ def require_packages(*packages: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's reports of what is no fault: that torchvision is missing, or inputs share an axis."""
+    """Suppresses reports of the exporter that are not faults: a missing torchvision, inputs that share an axis."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -48,7 +48,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: int) -> dict[str, Tensor]:
-    """Random rows (batch, length), (batch, 2, length) for multiple choice: whole, padded right, left, with holes."""
+    """Random rows (batch, length), or (batch, 2, length) for multiple choice: full, padded on the right, on the left,
+    and with holes."""
     generator = torch.Generator().manual_seed(0)
     choices = (2,) if type(model).__name__.endswith("ForMultipleChoice") else ()
     shape = (batch, *choices, length)
@@ -66,7 +67,7 @@ def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: in
 
 @torch.no_grad()
 def _outputs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's outputs by name; those of a tuple, as of hidden states, are name.0, name.1, ..."""
+    """The model's outputs by name. Elements of a tuple, such as hidden states, are name.0, name.1, ..."""
     named: dict[str, Tensor] = {}
     outputs: ModelOutput = model(**inputs, return_dict=True)
     for name, value in outputs.items():
@@ -86,7 +87,7 @@ def export_onnx(
     opset_version: int = 20,
     verify: bool = False,
 ) -> Path:
-    """Writes a model of either family, with any head, as an ONNX file.
+    """Writes a model of this package, with any head, as an ONNX file.
 
     All inputs are int64 of shape (batch_size, sequence_length), (batch_size, num_choices, sequence_length) for
     multiple choice, of any batch size and any length that the model takes; padding may lie anywhere. Outputs have the
@@ -139,7 +140,7 @@ def export_onnx(
     assert program is not None  # with dynamo=True
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    # Stack traces, with paths of this machine.
+    # The metadata hold stack traces with paths of this machine.
     ClearMetadataAndDocStringPass()(program.model)
     for weight in program.model.graph.initializers.values():
         # Told by the weight itself. Told twice, quantization fails: it transposes the weights of classifiers, and not

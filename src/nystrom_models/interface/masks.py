@@ -180,4 +180,5 @@ def _require_in_any_case(condition: Tensor, message: str) -> None:
     if depends_on_values(condition):
         require(condition, message)
     elif not condition.is_meta:
-        torch._assert_async(condition, message)
+        # Inductor writes the message into C++ between double quotes, as it is.
+        torch._assert_async(condition, message.replace('"', "'"))

@@ -147,7 +147,7 @@ def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     if not attentions or not model._can_set_attn_implementation():
         raise ValueError(
             f"{name} computes its attention by itself, not through Transformers' AttentionInterface, so it cannot be "
-            "replaced: convert the checkpoint (nystrom_models.conversion), or choose another architecture."
+            "replaced: choose another architecture."
         )
     for path, module in attentions.items():
         # A model of causal modules is none where its configuration says so.

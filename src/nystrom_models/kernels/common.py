@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels of all families share: how they are compiled and launched, products, loads and stores.
+"""Shared by the kernels of all families: compilation and launches, products, loads and stores.
 
 Legend: B batch, H heads, N tokens, D head size. BLOCK_* are the sizes of tiles, powers of two and at least 16, beyond
 which loads give zeros.
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from .device import compute_capability
 
-# A function is made for the interpreter or for a device when it is defined, by TRITON_INTERPRET.
+# When a function is defined, TRITON_INTERPRET decides whether it runs in the interpreter or on a device.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# 2**x is an instruction, e**x is not.
+# 2**x is one instruction, e**x is not.
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# A kernel is compiled once for a model. Whatever varies between batches is not specialised: by default an argument
-# that is 1 or a multiple of 16 would give a variant of its own, compiled in the midst of an epoch.
+# A kernel is compiled once for a model. Arguments that vary between batches are not specialised: by default, a value
+# of 1 or a multiple of 16 would be compiled as another variant, in the middle of an epoch.
 kernel: Callable[[Callable], Any] = triton.jit(
     do_not_specialize=["N", "H", "longest", "parts", "programs", "iterations", "threshold"]
 )
@@ -43,10 +43,10 @@ class Launch(NamedTuple):
     resident: int
 
 
-# What a program does besides its blocks, counted in blocks: it reads landmarks and taps and writes its part's sums.
+# Work of a program besides its blocks, in units of blocks: it reads landmarks and taps and writes its part's sums.
 STARTUP = 4
 MAX_PARTS = 64
-# Multiprocessors where there is no device to ask.
+# Number of multiprocessors if there is no device.
 _INTERPRETED_MULTIPROCESSORS = 8
 
 
@@ -65,15 +65,15 @@ def capability_compiled_for(device: torch.device) -> int:
 
 
 def programs_at_once(device: torch.device, resident: int) -> int:
-    """How many programs a device runs at once, of which a multiprocessor runs `resident`."""
+    """How many programs a device runs at once if each multiprocessor runs `resident` of them."""
     return resident * _multiprocessors(device)
 
 
 @functools.lru_cache(4096)
 def count_parts(blocks: int, programs: int, at_once: int) -> int:
-    """Into how many parts the blocks of each of so many programs are best split, where `at_once` run at once.
+    """Into how many parts to split the blocks of each of this many programs, if `at_once` programs run at once.
 
-    Fewer parts leave multiprocessors without work in the last round, more have more to do besides.
+    Fewer parts leave multiprocessors idle in the last round; more parts add work besides the blocks.
     """
 
     def duration(parts: int) -> int:
@@ -88,12 +88,12 @@ def tile(size: int) -> int:
 
 
 def by_token(states: Tensor) -> Tensor:
-    """(B, N, H, D), contiguous, of states (B, H, N, D): a view of what linear layers give, a copy of other layouts."""
+    """States (B, H, N, D) as (B, N, H, D), contiguous: a view if they come from linear layers, otherwise a copy."""
     return states.transpose(1, 2).contiguous()
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Triton launches on the current device, which may differ from the device of the tensors."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -105,7 +105,7 @@ def dot(a, b, acc=None, FLOAT32: tl.constexpr = "tf32x3"):
     for the last bit or two; "ieee", as float32, without tensor cores and with half the registers and shared memory.
     """
     if INTERPRETED:
-        # The interpreter holds bfloat16 as integers, and would multiply those.
+        # The interpreter stores bfloat16 as integers, and would multiply these.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=FLOAT32)

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# What a grid holds along its second dimension.
+# Largest size of a grid along its second dimension.
 _MAX_PROGRAMS = 65535
 
-# The device types that kernels may be tried on; tests add "cpu", where Triton interprets.
+# Device types on which kernels are tried; tests add "cpu", where Triton interprets them.
 DEVICE_TYPES = {"cuda"}
 
 
@@ -22,7 +22,7 @@ def _has_triton() -> bool:
 
 
 def compute_capability(device: torch.device) -> int:
-    """Ten times that of a CUDA device: 80 for an A100, 90 for an H100; 0 elsewhere."""
+    """Ten times the compute capability of a CUDA device: 80 for an A100, 90 for an H100; 0 for other devices."""
     if device.type != "cuda":
         return 0
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -34,10 +34,10 @@ def _capability(index: int) -> int:
     return 10 * major + minor
 
 
-# A constant to torch.compile, which asks while it records a graph.
+# A constant in graphs: torch.compile calls it while it records.
 @torch.compiler.assume_constant_result
 def why_not_on(device: torch.device) -> str | None:
-    """Why no kernel of this package runs on a device, whatever the model, with what to change; None if they run."""
+    """Why kernels cannot run on a device, for any model, and what to change; None if they can."""
     if device.type not in DEVICE_TYPES:
         return f"they need tensors on a CUDA device, and these are on {device.type}"
     if not _has_triton():
@@ -54,9 +54,9 @@ def why_not_on(device: torch.device) -> str | None:
 
 
 def why_not_in_this_graph(tensors: list[Tensor]) -> str | None:
-    """Why the graph that is being recorded cannot hold kernels, or which tensors are no plain ones."""
+    """Why the graph that is being recorded cannot hold kernels, or which tensors are not plain tensors."""
     if torch.compiler.is_compiling():
-        # torch.compile takes the operator; exported graphs are for programs that do not know it.
+        # torch.compile accepts the operator; exported graphs must also run where the operator is unknown.
         return "a graph is being exported, for other programs" if torch.compiler.is_exporting() else None
     captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if (is_tracing(tensors[0]) and not captured) or torch._C._are_functorch_transforms_active():
@@ -68,7 +68,7 @@ def why_not_in_this_graph(tensors: list[Tensor]) -> str | None:
 
 
 def why_not_of_tensors(tensors: list[Tensor], mask: Tensor | None) -> str | None:
-    """What is wrong with dtypes, and with sizes whatever the family. The first tensors are (B, H, N, D)."""
+    """What is wrong with dtypes and sizes, for kernels of any family. The first tensors are (B, H, N, D)."""
     dtypes = {tensor.dtype for tensor in tensors}
     if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and not torch.is_autocast_enabled(tensors[0].device.type)):
         return f"they take one dtype, float16, bfloat16 or float32, and not {', '.join(sorted(map(str, dtypes)))}"
@@ -83,6 +83,6 @@ def why_not_of_tensors(tensors: list[Tensor], mask: Tensor | None) -> str | None
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """In which kernels compute: autocast's where it is on."""
+    """The dtype in which kernels compute: that of autocast where it is on."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Largest difference over largest value, of outputs and gradients: roundings stay far below, faults do not.
+# Largest difference over largest value, of outputs and gradients. Rounding errors are far smaller, faults larger.
 TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 
-# What was found wrong, None for nothing, by the family's try and the facts that its compiled kernels depend on.
+# What was found wrong (None: nothing), by the family's try and the facts that its compiled kernels depend on.
 _faults: dict[tuple[Any, ...], str | None] = {}
 
 
-# In graphs the answer is a constant: torch.compile asks while it records, with plain arguments alone.
+# A constant in graphs: torch.compile calls it while it records, with plain arguments only.
 @torch.compiler.assume_constant_result
 def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts: Any) -> str | None:
     """What attempt(device, *facts) returned or raised, the first time.
 
-    Raises RuntimeError during the capture of a CUDA graph, which must not be the first time.
+    Raises RuntimeError if the first call happens during the capture of a CUDA graph.
     """
     key = (attempt, device, *facts)
     if key not in _faults:
@@ -30,7 +30,7 @@ def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts:
             with torch.inference_mode(False), no_autocast:
                 _faults[key] = attempt(device, *facts)
         except torch.OutOfMemoryError:
-            return f"there is no memory on {device} for a first try of them"  # later there may be
+            return f"there is no memory on {device} for a first try of them"  # there may be some later
         except Exception as error:  # whatever a compiler or a driver raises
             _faults[key] = f"a first try on {device} failed ({type(error).__name__}: {str(error)[:200]})"
     return _faults[key]
@@ -39,7 +39,7 @@ def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts:
 def difference(
     device: torch.device, ours: Iterable[Tensor], theirs: Iterable[Tensor], dtype: torch.dtype
 ) -> str | None:
-    """What is wrong with our results, beside those of PyTorch's operations; None if nothing is."""
+    """How our results differ from those of PyTorch's operations; None if they agree."""
     for mine, expected in zip(ours, theirs, strict=True):
         mine, expected = mine.detach().float(), expected.detach().float()
         found = float((mine - expected).abs().max() / expected.abs().max())

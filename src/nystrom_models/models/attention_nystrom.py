@@ -308,7 +308,7 @@ def nystrom_attention(
 
 
 def _own_values_where_exact(landmark_values: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """A⁺ B V, (B, H, M, D); where every token is its own landmark, A⁺ B selects the tokens, with their own values."""
+    """A⁺ B V (B, H, M, D); where every token is its own landmark, a landmark's values are its token's values."""
     own_values = split_heads(gather_tokens(merge_heads(value), segments.positions[..., 0]), value.shape[1])
     return torch.where(segments.exact[:, None, None, None], own_values, landmark_values)
 

@@ -21,8 +21,8 @@ class LinearTransformerConfig(BaseConfig):
         is_decoder (`bool`, defaults to `False`): causal attention: a token sees itself and the tokens before it.
         feature_map (`str` or `None`, defaults to `"elu"`): φ of queries and keys: `"elu"` (elu + 1, the paper's),
             `"relu"`, or `"hedgehog"`, learned for each head (softmax of ±Wx; Zhang et al. 2024, arXiv:2402.04347),
-            with twice as many features. `None`: exact softmax attention in the same model, to compare with. It has
-            no state of fixed size, so a causal model then generates without a cache.
+            with twice as many features. `None`: exact softmax attention in the same model, for comparison. It has no
+            state of fixed size: a causal model then generates without a cache.
         position_embedding_type (`str`, defaults to `"learned"`): `"learned"`, or `"sinusoidal"`, which has no longest
             sequence.
         max_position_embeddings (`int`, *optional*): the longest sequence, in tokens; if `None`, 512 with learned

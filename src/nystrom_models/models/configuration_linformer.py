@@ -52,6 +52,7 @@ class LinformerConfig(BaseConfig):
     conv_kernel_size: int | None = None
 
     def validate_architecture(self) -> None:
+        """As `BaseConfig.validate_architecture`, with this family's own fields."""
         super().validate_architecture()
         require_odd_kernel(self.conv_kernel_size)
         require_one_of("share_projection", self.share_projection, SHARING_MODES)
@@ -97,12 +98,12 @@ class LinformerConfig(BaseConfig):
 
     @property
     def has_projection_weights(self) -> bool:
-        """Whether projections are learned; pooling has no weights."""
+        """Whether the projections have parameters; pooling has none."""
         return self.projection_type in ("linear", "conv")
 
     @property
     def shares_projection_between_layers(self) -> bool:
-        """Whether the model has one projection for all layers."""
+        """Whether all layers use one projection."""
         return self.has_projection_weights and self.share_projection == "layerwise"
 
     def slot_size(self, layer_idx: int) -> int | None:

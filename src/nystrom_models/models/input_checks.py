@@ -140,7 +140,7 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, but must be (batch, length) = {shape}.")
     if has_cache or output_attentions:
         raise ValueError(
-            "seq_idx makes a row of each document, for which there is no cache and no attention map: use "
+            "seq_idx makes a row of each document, for which there is no cache and no map: use "
             "use_cache=False and output_attentions=False, or one document in each row."
         )
     if not depends_on_values(seq_idx):

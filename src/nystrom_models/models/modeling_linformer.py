@@ -39,11 +39,14 @@ class LinformerPlan(NamedTuple):
 def make_projection(
     config: LinformerConfig, projected_dim: int | list[int], by_head: bool = False
 ) -> SequenceProjection:
+    """A projection to `projected_dim` slots, one for all heads or one for each."""
     num_heads = config.num_attention_heads if by_head else None
     return SequenceProjection(config.projection_type, projected_dim, config.max_position_embeddings, num_heads)
 
 
 class LinformerSelfAttention(SelfAttention):
+    """Linformer attention of a layer, with the projections that it does not share with other layers."""
+
     def __init__(self, config: LinformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.key_projection = self.value_projection = self.slots_of_heads = None
@@ -91,7 +94,7 @@ class LinformerSelfAttention(SelfAttention):
             ]
             attention_map = batch.record(join_groups(maps))
             if self.is_eager and batch.maps.rows is None and self.config.projection_type != "max_pool":
-                # Through the map that is returned, so that gradients reach it.
+                # The context is computed from the map that is returned, so that gradients reach the map.
                 context = attention_map @ tokens + split_heads(bias, self.num_heads)
                 return context if skip is None else context + skip
         skips = [None] * len(queries) if skip is None else self.in_groups(skip)
@@ -138,6 +141,8 @@ def without_bias(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinformerStack(LayerStack):
+    """Layers, and the projection that they share, if they do."""
+
     def __init__(self, config: LinformerConfig, self_attention_class: type[SelfAttention]):
         super().__init__(config, self_attention_class)
         self.sequence_projection = None

@@ -58,7 +58,7 @@ class NystromformerStack(LayerStack):
     """Layers that share the positions of the landmarks' segments."""
 
     def plan(self, batch: Batch) -> dict[int, Segments]:
-        """The segments of padded rows, by number of landmarks; none for numbers that make exact attention."""
+        """The segments of padded rows, by the number of landmarks; without numbers that give exact attention."""
         if batch.mask is None:
             return {}
         numbers = {number for number in self.config.landmarks_by_layer if number is not None}

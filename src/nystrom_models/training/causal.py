@@ -38,7 +38,7 @@ from .scores import evaluate
 # Tokens of a row where the model has no longest sequence, as in Transformers' run_clm.py.
 DEFAULT_BLOCK_SIZE = 1024
 
-# What a tokenizer says that has no limit, as Transformers writes it.
+# `model_max_length` of a tokenizer without a limit, as Transformers writes it.
 NO_LIMIT = int(1e30)
 
 
@@ -57,16 +57,14 @@ class CausalArguments(LanguageModelingArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.torch_compile:
-            raise ValueError(
-                "--torch_compile cannot be used: where documents begin in a row is looked at, which a graph cannot do."
-            )
+            raise ValueError("--torch_compile cannot be used: a graph cannot read where documents begin in a row.")
 
 
 def _config(args: CausalArguments, tokenizer: PreTrainedTokenizerBase) -> BaseConfig:
     pad = tokenizer.pad_token_id
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
-        # An embedding of padding is not trained: that of eos must be.
+        # The embedding of padding is not trained, but that of eos must be.
         "pad_token_id": None if pad == tokenizer.eos_token_id else pad,
         "eos_token_id": tokenizer.eos_token_id,
     }
@@ -74,8 +72,8 @@ def _config(args: CausalArguments, tokenizer: PreTrainedTokenizerBase) -> BaseCo
     config = read_config(args, tokenizer, ids, wanted)
     if not config.is_decoder:
         raise ValueError(
-            f"{args.config_name or args.model_name_or_path} describes an encoder, which sees the tokens that it is to "
-            f"predict: --config_name must name {wanted}."
+            f"{args.config_name or args.model_name_or_path} describes an encoder, which sees the tokens that it "
+            f"should predict: --config_name must name {wanted}."
         )
     return config
 
@@ -99,7 +97,7 @@ def _loader(
     documents: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[TrainingLoader, str]:
-    """The loader to train by, and the digest of its data."""
+    """The training loader, and the digest of its data."""
     collator = CausalCollator.of(tokenizer)
     if isinstance(documents, IterableDataset):
         stream = causal_stream(
@@ -117,11 +115,11 @@ def _loader(
 
 
 def tokens_per_byte(rows: Dataset) -> float:
-    """Predicted tokens of rows of [`causal_dataset`] over the bytes of text, in UTF-8, that they stand for."""
+    """The number of predicted tokens in rows of [`causal_dataset`], divided by the UTF-8 bytes that they stand for."""
     tokens = num_bytes = 0
     columns = rows.select_columns(["length", "document_starts", "num_bytes"]).with_format("numpy")
     for batch in columns.iter(10_000):
-        # Neither the first token of a row is predicted, nor that of a document inside.
+        # The first token of a row or of a document is not predicted.
         tokens += int(sum(batch["length"])) - sum(1 + len(starts) for starts in batch["document_starts"])
         num_bytes += int(sum(batch["num_bytes"]))
     return tokens / num_bytes
@@ -130,8 +128,8 @@ def tokens_per_byte(rows: Dataset) -> float:
 def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader) -> dict[str, float]:
     """Loss and accuracy of the next token over a whole data set, perplexity, and bits per byte of its text.
 
-    The perplexity of a token says something of the tokenizer, too; bits per byte of models with different tokenizers
-    compare, if these lose nothing of the text. End-of-sequence tokens are predicted, and count.
+    The perplexity of a token also depends on the tokenizer. Bits per byte compare models with different tokenizers, if
+    these lose nothing of the text. End-of-sequence tokens are predicted, and count.
     """
     scores = evaluate(accelerator, model, CausalObjective(), dataloader)
     bits = scores["loss"] / math.log(2) * tokens_per_byte(dataloader.dataset)
@@ -150,12 +148,12 @@ def train_causal(
 ) -> dict[str, dict[str, Any]]:
     """Trains a causal language model, from nothing or from given weights, and evaluates it on held-out documents.
 
-    What it leaves in `--output_dir`, and how it ends, is as of [`pretrain`]; `pipeline("text-generation")` loads it.
+    It writes the same files as [`pretrain`]; `pipeline("text-generation")` loads the model.
 
     Args:
         args: model, data, seed and output.
         optimization: optimizer, schedule and length of the run.
-        documents: `train`, which may be a stream, and `validation`, with a document a row.
+        documents: `train`, which may be a stream, and `validation`, with one document in each row.
 
     Returns:
         The scores of `validation` ([`held_out_scores`]), and the figures of `train`; after a signal, only those of

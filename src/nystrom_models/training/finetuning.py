@@ -43,7 +43,7 @@ from .splits import sample
 
 @dataclass
 class FinetuningOptimizationArguments(OptimizationArguments):
-    """How a pretrained model is trained on."""
+    """As `OptimizationArguments`, with the learning rate of fine-tuning."""
 
     learning_rate: float = field(default=3e-5, metadata={"help": "Peak learning rate."})
 
@@ -102,7 +102,7 @@ class FinetuningArguments(RunArguments, DataArguments):
             raise ValueError("--keep_best_only chooses among the models of a --grid.")
 
     def task(self) -> TextTask:
-        """The task of data that are no known benchmark."""
+        """The task of data that are not a known benchmark."""
         metric, best = "classification", "accuracy"
         if self.do_regression:
             metric, best = "regression", "mse"
@@ -120,7 +120,7 @@ class FinetuningArguments(RunArguments, DataArguments):
 
 
 def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
-    """Ids by label, as it may stand in the data, and the labels' names in the order of their ids."""
+    """Ids by label, as labels occur in the data, and the names of the labels in the order of their ids."""
     if task.label_names is not None:
         return _named(list(task.label_names))
     if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
@@ -131,19 +131,19 @@ def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[s
     ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
     names = [str(label) for label in ids]
     if len(names) < 2 and not task.multi_label:
-        raise ValueError(f"The train set has only one label, {names}: there is nothing to tell apart.")
+        raise ValueError(f"The train set has only one label, {names}: there is nothing to learn.")
     if not names:
         raise ValueError("The train set has no label at all.")
     return ids, names
 
 
 def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
-    """Ids of classes that have names, by name and by number."""
+    """Ids of named classes, by name and by number."""
     return {name: i for i, name in enumerate(names)} | {i: i for i in range(len(names))}, names
 
 
 def _has_labels(dataset: Dataset, task: TextTask) -> bool:
-    """Whether a test set says its labels; benchmarks give -1, or no such column, where they are hidden."""
+    """Whether a test set has labels. Where they are hidden, benchmarks give -1 or no such column."""
     if task.label_column not in dataset.column_names:
         return False
     if hasattr(dataset.features[task.label_column], "feature"):
@@ -163,8 +163,8 @@ def _max_length(requested: int | None, config: PretrainedConfig, tokenizer: PreT
 
 
 def evaluate_predictions(task: TextTask, logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Loss and metrics of a task from logits (rows, classes) and labels (rows,), or (rows, classes) if there are
-    several."""
+    """Loss and metrics of a task, from logits (rows, classes) and labels (rows,), or (rows, classes) if a row has
+    several labels."""
     if task.regression:
         predictions = logits[:, 0]
         loss = F.mse_loss(predictions, labels)
@@ -180,7 +180,7 @@ def evaluate_predictions(task: TextTask, logits: Tensor, labels: Tensor) -> dict
 
 
 def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Loss and metrics of the validation sets in `results`, by name; of several, by `{split}/{name}`."""
+    """Loss and metrics of the validation sets in `results`, by name, or by `{split}/{name}` if there are several."""
     splits = [split for split in results if split.startswith("validation")]
     return {
         name if len(splits) == 1 else f"{split}/{name}": value
@@ -190,14 +190,14 @@ def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, 
 
 
 def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, label_names: Sequence[str]) -> None:
-    """Writes a line a row, its number from 0, a tab and the prediction: GLUE's format for submission.
+    """Writes a line for each row: its number from 0, a tab, the prediction. This is GLUE's format for submission.
 
     Args:
         path: the file.
-        task: says how classes are written. Predictions of STS-B are clipped to its scale, 0 to 5; several labels are
-            separated by the task's delimiter.
+        task: has the names of classes for prediction files. Predictions of STS-B are clipped to its scale, 0 to 5;
+            several labels are separated by the task's delimiter.
         logits: (rows, classes), or (rows, 1) for regression.
-        label_names: the classes where the task does not name them.
+        label_names: the classes, if the task does not name them.
     """
     names = task.prediction_names or label_names
     if task.regression:
@@ -215,7 +215,7 @@ def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, l
 
 
 class _Finetuning:
-    """Model, tokenizer and rows of a run, and what it is scored by."""
+    """Model, tokenizer, rows and scores of a run."""
 
     def __init__(
         self, accelerator: Accelerator, args: FinetuningArguments, task: TextTask, splits: Mapping[str, Dataset]
@@ -227,7 +227,7 @@ class _Finetuning:
                 require_column(dataset, column, self.where[split])
         remote = {"trust_remote_code": args.trust_remote_code}
         self.config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
-        self.order: list[int] | None = None  # of the model's classes, where it is not the task's
+        self.order: list[int] | None = None  # of the model's classes, if it differs from the task's
         self.ids, self.label_names = self._head(splits["train"]) if args.do_train else self._own_head()
         self.tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path, **remote)
         self.args = replace(args, max_length=_max_length(args.max_length, self.config, self.tokenizer))
@@ -250,7 +250,7 @@ class _Finetuning:
         prepare_model(self.model, args)
 
     def _head(self, train_set: Dataset) -> tuple[dict[Any, int] | None, list[str]]:
-        """Ids by label and the labels' names; the configuration is given them."""
+        """Ids by label and the labels' names, which are also set in the configuration."""
         task, config = self.task, self.config
         if task.regression:
             config.num_labels, config.problem_type = 1, "regression"
@@ -304,7 +304,7 @@ class _Finetuning:
         )
 
     def loader(self, optimization: OptimizationArguments) -> RowLoader:
-        """What is trained on."""
+        """The training loader."""
         return RowLoader(
             self.rows["train"],
             ClassificationCollator(self.tokenizer),
@@ -317,13 +317,13 @@ class _Finetuning:
         )
 
     def objective(self) -> Objective:
-        """What the model is trained for."""
+        """The objective of the task."""
         if self.task.regression:
             return RegressionObjective()
         return MultiLabelObjective() if self.task.multi_label else ClassificationObjective()
 
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Tensor, dict[str, float]]:
-        """The logits of a split and, where labels are known, loss and metrics."""
+        """The logits of a split and, if labels are known, loss and metrics."""
         collator = ClassificationCollator(self.tokenizer, with_index=True)
         loader = eval_dataloader(self.rows[split], collator, batch_size, **self.args.loader_options())
         logits = predict(self.accelerator, model, loader, desc=f"Predicting {self.where[split]}")

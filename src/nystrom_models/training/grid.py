@@ -32,7 +32,7 @@ def parse_grid(grid: Sequence[str], *arguments: Any) -> dict[str, list[Any]]:
     """Values by flag, from `flag=value,value,...` items.
 
     Raises:
-        ValueError: if an item is none, or names a flag that none of `arguments` has or that a grid cannot vary.
+        ValueError: if an item has another form, or names an unknown flag or one that a grid cannot vary.
     """
     fixed = {"output_dir", "grid", "keep_best_only", "hub_model_id"}
     known = {field.name for part in arguments for field in fields(part)} - fixed
@@ -48,7 +48,7 @@ def parse_grid(grid: Sequence[str], *arguments: Any) -> dict[str, list[Any]]:
 
 
 def _with(arguments: _Arguments, values: Mapping[str, Any]) -> _Arguments:
-    """`arguments` with those of the values that it has fields for."""
+    """`arguments` with new values for the fields that it has."""
     names = {field.name for field in fields(arguments)}  # type: ignore[arg-type]
     return replace(arguments, **{name: value for name, value in values.items() if name in names})  # type: ignore[type-var]
 
@@ -71,8 +71,8 @@ def finetune_once(
     splits: Mapping[str, Dataset],
     content: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """[`finetune`], but where a run with the same flags, data and weights is finished in `--output_dir`: then its
-    results. After a signal they hold no validation set."""
+    """[`finetune`], or the saved results if `--output_dir` holds a finished run with the same flags, data and weights.
+    After a signal, the results have no validation set."""
     content = content or content_digests(args, splits)
     saved = read_results(args.output_dir)
     expected = results_content({}, identity=finetuning_identity(args, optimization, content))["identity"]
@@ -87,14 +87,14 @@ def finetune_grid(
     task: TextTask,
     splits: Mapping[str, Dataset],
 ) -> dict[str, Any]:
-    """Runs [`finetune`] at every point of `--grid`, each in a folder of its own in `--output_dir`.
+    """Runs [`finetune`] at every point of `--grid`, each in its own folder in `--output_dir`.
 
-    Runs that are finished, with the same flags, data and weights, are not repeated. `all_results.json` gets mean and
-    standard deviation over the seeds of every metric of the validation set, and the best point, by the mean of
-    `--metric_for_best_model` or of the task's own metric, in the direction that it counts.
+    Finished runs with the same flags, data and weights are not repeated. `all_results.json` gets mean and standard
+    deviation over the seeds of every metric of the validation set, and the best point: by the mean of
+    `--metric_for_best_model`, or of the task's own metric.
 
     Returns:
-        `grid`, a list with an object a point, `best`, one of them, and `best_run`, the folder of its best seed.
+        `grid`, a list with an object for each point; `best`, one of them; `best_run`, the folder of its best seed.
     """
     assert args.grid is not None
     values = parse_grid(args.grid, args, optimization)
@@ -109,7 +109,7 @@ def finetune_grid(
             chosen = point | {"seed": seed}
             folder = Path(args.output_dir, ",".join(f"{name}={value}" for name, value in chosen.items()))
             run_args = _with(replace(args, grid=None, keep_best_only=False, output_dir=str(folder)), chosen)
-            # What a grid varies may be the model or the data themselves.
+            # The grid may vary the model or the data themselves.
             known = content if values.keys().isdisjoint(_CONTENT) else None
             results = finetune_once(run_args, _with(optimization, chosen), task, splits, known)
             if not any(split.startswith("validation") for split in results):
@@ -140,7 +140,7 @@ _CONTENT = frozenset(("model_name_or_path", "tokenizer_name", "trust_remote_code
 
 
 def _print(found: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """A line a point; the best one is marked."""
+    """Prints a line for each point; the best one is marked."""
     for point in found["grid"]:
         where = ", ".join(f"{name}={point[name]}" for name in values) or f"{len(point['seeds'])} seeds"
         shown = [

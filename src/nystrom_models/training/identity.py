@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a run the run that it is: its settings, its data, its model; and what of it may change on resuming."""
+"""The identity of a run: settings, data and model; and which of them may change on resuming."""
 
 import hashlib
 import warnings
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# Flags of where things lie, and of how a run is shown, saved, published and sped up: no result depends on them.
+# Paths, and flags of how a run is shown, saved, published and accelerated: no result depends on them.
 HOUSEKEEPING = frozenset(
     "output_dir overwrite_output_dir cache_dir overwrite_cache checkpointing_steps checkpoints_total_limit"
     " resume_from_checkpoint logging_steps with_tracking report_to project_name run_name push_to_hub hub_model_id"
@@ -24,20 +24,20 @@ HOUSEKEEPING = frozenset(
     " grid keep_best_only language license".split()
 )
 
-# Names and places of data and models: their content is compared, and they may be moved.
+# Names and paths of data and models: their content is compared, so they may be moved.
 PLACES = frozenset(
     "train_file validation_file test_file validation_mismatched_file test_mismatched_file test_ax_file dataset_name"
     " dataset_config_name data_dir model_name_or_path config_name tokenizer_name trust_remote_code".split()
 )
 
-# What shows in the content of what a run is trained on, or in the model's configuration.
+# Flags whose effect is seen in the training data or in the model's configuration, which are compared themselves.
 SHOWN_BY_CONTENT = PLACES | frozenset(
     "task_name config_overrides max_train_samples text_column_names text_column_name label_column_name label_delimiter"
     " do_regression multi_label ignore_mismatched_sizes truncation_strategy validation_split"
     " validation_split_percentage short_seq_prob start_from_mnli".split()
 )
 
-# What may change when a run is resumed: how long it is, how a step is divided, and when and on what it is evaluated.
+# Flags that may change on resuming: the length of the run, how a step is divided, when and on what it is evaluated.
 MAY_CHANGE = frozenset(
     "max_train_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size"
     " gradient_accumulation_steps gradient_checkpointing torch_compile torch_compile_backend pad_to_multiple_of"
@@ -45,7 +45,7 @@ MAY_CHANGE = frozenset(
     " greater_is_better load_best_model_at_end early_stopping_patience early_stopping_threshold do_train".split()
 )
 
-# What people change on purpose, after a run that diverged, and what they change without knowing.
+# Flags that people change on purpose after a run diverged, and versions that change unnoticed: worth a warning.
 WARNED = frozenset(
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_ratio num_warmup_steps max_grad_norm mixed_precision"
     " versions".split()
@@ -56,7 +56,7 @@ _SAMPLED_BLOCKS, _ROWS_OF_A_BLOCK = 250, 1000
 
 
 def flags(*arguments: Any, leave_out: Iterable[str] = HOUSEKEEPING) -> dict[str, Any]:
-    """The fields of dataclasses by name, but for some, and for those whose name ends in `_token`: they are secret."""
+    """The fields of dataclasses by name, without some, and without secret ones, whose names end in `_token`."""
     return {
         name: value
         for part in arguments
@@ -66,8 +66,8 @@ def flags(*arguments: Any, leave_out: Iterable[str] = HOUSEKEEPING) -> dict[str,
 
 
 def data_digest(dataset: Dataset | IterableDataset) -> str:
-    """A digest of the content of a data set: of all its rows up to 250,000, else of as many that are spread evenly;
-    of a stream, of its first hundred rows."""
+    """A digest of the content of a data set: of all rows, or of 250,000 evenly spread rows of a larger one; of a
+    stream, of its first hundred rows."""
     digest = hashlib.sha256()
     if isinstance(dataset, IterableDataset):
         for row in islice(dataset, 100):
@@ -131,7 +131,7 @@ def _text_keys(value: Any) -> Any:
 
 
 def run_settings(*arguments: Any, **content: Any) -> dict[str, Any]:
-    """What is compared on resuming: the flags that say how a run is trained, its content, and the versions.
+    """What is compared on resuming: flags that determine training, data and model, and versions.
 
     Args:
         arguments: the dataclasses of the flags.
@@ -145,7 +145,7 @@ def run_settings(*arguments: Any, **content: Any) -> dict[str, Any]:
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
-    """Refuses to resume with other settings than a run began with, and warns of what makes it another run.
+    """Refuses to resume with settings that must match and differ; warns of other differences that matter.
 
     Args:
         saved, current: of [`run_settings`].

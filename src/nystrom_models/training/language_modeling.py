@@ -122,16 +122,16 @@ def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str]) 
 
 
 def row_length(flag: str, value: int | None, config: BaseConfig, default: int | None = None) -> int:
-    """The length of rows: `value`, or by default the model's longest, or `default` where it has none.
+    """The length of rows: `value`; if None, the model's longest sequence, or `default` if it has none.
 
     Raises:
-        ValueError: if it is more than the model takes, or nothing says how long it is.
+        ValueError: if it is more than the model takes, or no length is known.
     """
     longest = config.max_position_embeddings
     if value is None:
         value = default if longest is None else longest
     if value is None:
-        raise ValueError(f"The model takes any number of tokens: say by {flag} how long the rows are to be.")
+        raise ValueError(f"The model takes any number of tokens: give the length of rows by {flag}.")
     if longest is not None and value > longest:
         raise ValueError(
             f"{flag} {value} is more than the {longest} tokens that the model takes: lower it, or give "
@@ -141,7 +141,7 @@ def row_length(flag: str, value: int | None, config: BaseConfig, default: int | 
 
 
 def loader_arguments(args: RunArguments, optimization: OptimizationArguments) -> dict[str, Any]:
-    """Arguments of every loader to train by."""
+    """Arguments of every loader for training."""
     return {
         "per_device_train_batch_size": optimization.per_device_train_batch_size,
         "gradient_accumulation_steps": optimization.gradient_accumulation_steps,
@@ -153,7 +153,7 @@ def stream_arguments(args: LanguageModelingArguments, optimization: Optimization
     """Arguments of a [`StreamLoader`].
 
     Raises:
-        ValueError: if steps are to be counted in tokens.
+        ValueError: if steps should be counted in tokens.
     """
     if optimization.tokens_per_step is not None:
         raise ValueError("--tokens_per_step needs rows that can be counted: leave out --streaming.")
@@ -163,7 +163,7 @@ def stream_arguments(args: LanguageModelingArguments, optimization: Optimization
 def row_loader(
     args: RunArguments, optimization: OptimizationArguments, rows: Dataset, collator: Collator
 ) -> RowLoader:
-    """The loader to train by of rows that can be counted."""
+    """The training loader for rows that can be counted."""
     return RowLoader(
         rows,
         collator,
@@ -189,13 +189,13 @@ def train_and_score(
     identity: Mapping[str, Any],
     card: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """Trains, scores the model that is left, and writes what a run leaves.
+    """Trains, scores the final model, and writes the files of the run.
 
     Args:
-        metric: which of `scores` says what "better" means, unless the flags do.
-        identity: digests of the data and of the weights that the run began from.
+        metric: the metric of `scores` by which models are compared, unless the flags name one.
+        identity: digests of the data and of the initial weights.
         card: fields of the model card.
-        The others: of [`train_model`].
+        The others: see [`train_model`].
 
     Returns:
         The scores of `validation` and the figures of `train`; after a signal, only those of `train`.
@@ -216,13 +216,13 @@ def train_and_score(
 
 
 def data_card(args: LanguageModelingArguments, documents: Documents, how: str, held_out: str = "") -> dict[str, Any]:
-    """What the model card says of the data and of the model that the run began from.
+    """What the model card says about the data and the initial model.
 
     Args:
         args: the flags.
         documents: `train`, which may be a stream, and `validation`.
         how: what it was trained with, such as "masked tokens".
-        held_out: what is to be said of the held-out documents.
+        held_out: further text about the held-out documents.
     """
     train = documents["train"]
     number = f"{len(train):,} documents" if isinstance(train, Dataset) else "a stream of documents"

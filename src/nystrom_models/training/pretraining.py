@@ -44,7 +44,7 @@ from .run import finish_run, prepare_model, start_run
 from .saving import bare_model, save_pretrained
 from .scores import evaluate
 
-# Of the held-out tokens, whatever --mlm_probability says of those to train on: figures of different runs compare.
+# Share of held-out tokens that are masked, whatever --mlm_probability is, so that runs can be compared.
 EVAL_MLM_PROBABILITY = 0.15
 
 
@@ -85,7 +85,7 @@ class PretrainingArguments(LanguageModelingArguments):
         }
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float) -> PretrainingCollator:
-        """What makes batches of rows."""
+        """The collator of these rows."""
         return PretrainingCollator(
             tokenizer,
             mlm_probability,
@@ -111,7 +111,7 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> B
 
 
 def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
-    """A new model, one to go on with, or one that is made from another encoder."""
+    """A new model, a model to continue with, or one converted from another architecture."""
     if args.model_name_or_path is None:
         return AutoModelForPreTraining.from_config(config)
     model, report = convert(args.model_name_or_path, config, head="ForPreTraining", return_report=True, compare=False)
@@ -133,7 +133,7 @@ def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedT
 
 
 def _check_order(args: PretrainingArguments, share: float) -> str:
-    """Says how many rows have a sentence order, and refuses too few: the SOP loss would be about nothing."""
+    """A line about how many rows have a sentence order. Raises ValueError if there are too few to learn it."""
     if not args.sentence_order:
         return "Without sentence order: only masked tokens are predicted"
     if share < MIN_ORDERED_SHARE:
@@ -142,7 +142,7 @@ def _check_order(args: PretrainingArguments, share: float) -> str:
             "documents of several sentences, with their punctuation, or train on masked tokens only "
             "(--no_sentence_order)."
         )
-    return f"{share:.0%} of the training rows have two sentences or more, and so an order"
+    return f"{share:.0%} of the training rows have two sentences or more, and so a sentence order"
 
 
 def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader) -> dict[str, float]:
@@ -154,7 +154,7 @@ def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: Data
 def _save(
     accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, sparse: bool
 ) -> Callable[[nn.Module, Path], None]:
-    """Saves the model with the `sparse_prediction` that its configuration came with."""
+    """Saves the model with its original value of `sparse_prediction`."""
 
     def save(model: nn.Module, folder: Path) -> None:
         config = bare_model(accelerator, model).config
@@ -171,7 +171,7 @@ def _loader(
     documents: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[TrainingLoader, float, str]:
-    """The loader to train by, the share of its rows with a sentence order, and the digest of its data."""
+    """The training loader, the share of its rows with a sentence order, and the digest of its data."""
     collator = args.collator(tokenizer, args.mlm_probability)
     if isinstance(documents, IterableDataset):
         options = stream_arguments(args, optimization)
@@ -191,14 +191,14 @@ def pretrain(
 ) -> dict[str, dict[str, Any]]:
     """Pretrains a model, from nothing or from given weights, and evaluates it on held-out documents.
 
-    In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
-    card, and the checkpoints asked for. A run that is ended by a signal leaves only its checkpoint, from which
-    it can be resumed. With `--no_do_train`, the model is evaluated as it is.
+    `--output_dir` gets model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model card, and
+    the requested checkpoints. A run that a signal ended leaves only its checkpoint, from which it can be resumed. With
+    `--no_do_train`, the model is evaluated as it is.
 
     Args:
         args: model, data, seed and output.
         optimization: optimizer, schedule and length of the run.
-        documents: `train`, which may be a stream, and `validation`, with a document a row.
+        documents: `train`, which may be a stream, and `validation`, with one document in each row.
 
     Returns:
         The scores of `validation`, and the figures of `train`; after a signal, only those of `train`.
@@ -264,8 +264,7 @@ def _held_out_loader(
     documents: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
 ) -> DataLoader:
-    """The rows to evaluate on: masked in the same way in every evaluation of every run, whatever is masked in
-    training."""
+    """The rows for evaluation. They are masked in the same way in every evaluation of every run."""
     collator = args.collator(tokenizer, EVAL_MLM_PROBABILITY)
     with accelerator.main_process_first():
         rows = _rows(args, documents, tokenizer, "validation")

@@ -33,7 +33,7 @@ from .selection import Goal
 
 Scores = Callable[[nn.Module], Mapping[str, float]]
 
-# What a tracker calls the argument by which a run is named; the others name it by the project.
+# The argument that names a run, by tracker. Other trackers use the project's name.
 _RUN_NAMES = {
     "wandb": "name",
     "trackio": "name",
@@ -48,12 +48,12 @@ def start_run(args: RunArguments) -> Accelerator:
 
     Raises:
         ValueError: if `--output_dir` holds checkpoints of an earlier run.
-        PermissionError, ConnectionError: if the Hub would not take what `--push_to_hub` is to upload.
+        PermissionError, ConnectionError: if the Hub would refuse the upload of `--push_to_hub`.
         ImportError: if a tracker is not installed.
     """
     options: dict[str, Any] = {}
     if args.torch_compile:
-        # Batches differ in length: one graph for all of them.
+        # Batches differ in length: one graph for all lengths.
         options["dynamo_plugin"] = TorchDynamoPlugin(backend=args.torch_compile_backend.upper(), dynamic=True)
     if args.with_tracking:
         logs = ProjectConfiguration(args.output_dir, logging_dir=os.path.join(args.output_dir, "logs"))
@@ -62,7 +62,7 @@ def start_run(args: RunArguments) -> Accelerator:
     if args.do_train:
         make_way(args, remove=accelerator.is_main_process)
     if args.push_to_hub and accelerator.is_main_process:
-        # Before anything is trained: a token that the Hub refuses would show after days.
+        # Before training: otherwise a refused token would show only at the end.
         create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
     os.makedirs(args.output_dir, exist_ok=True)
     if not accelerator.is_main_process:
@@ -74,7 +74,7 @@ def start_run(args: RunArguments) -> Accelerator:
 
 
 def start_trackers(accelerator: Accelerator, args: RunArguments, *arguments: Any) -> None:
-    """Starts the trackers, and tells them the hyper-parameters: numbers as numbers, which can be sorted."""
+    """Starts the trackers and sends them the hyper-parameters: numbers as numbers, so that they can be sorted."""
     if not args.with_tracking:
         return
     known = (bool, int, float, str)
@@ -91,7 +91,7 @@ def start_trackers(accelerator: Accelerator, args: RunArguments, *arguments: Any
 
 
 def prepare_model(model: PreTrainedModel, args: RunArguments) -> None:
-    """Sets in `model` what the flags ask for."""
+    """Applies flags to the model, such as gradient checkpointing."""
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -109,21 +109,21 @@ def train_model(
     save_model: Callable[[nn.Module, Path], None],
     settings: Mapping[str, Any],
 ) -> TrainingState:
-    """Trains as the flags say, and leaves the last model, or the best one, in `--output_dir`.
+    """Trains as the flags say, and saves the last model, or the best one, in `--output_dir`.
 
     Args:
-        accelerator: of [`start_run`].
-        model: not prepared yet.
-        objective, loader: of [`train`].
+        accelerator: from [`start_run`].
+        model: not yet prepared by the accelerator.
+        objective, loader: see [`train`].
         args, optimization: the flags.
-        scores: the held-out figures of the prepared model.
-        goal: what "better" means.
+        scores: computes the held-out figures of the prepared model.
+        goal: metric and direction by which models are compared.
         desc: text beside the progress bar.
         save_model: writes the prepared model and the tokenizer into a folder.
         settings: what must be the same on resuming, besides the flags.
 
     Returns:
-        Where the training stands; it is interrupted after a signal, and nothing is left then but a checkpoint.
+        The position of the run. After a signal it is interrupted, and only a checkpoint has been saved.
     """
     processes = accelerator.num_processes
     steps = num_training_steps(loader, optimization, processes)
@@ -155,9 +155,9 @@ def train_model(
         settings=run_settings(args, optimization, **settings),
     )
     if state.interrupted:
-        accelerator.print(f"Stopped after step {state.step}; --resume_from_checkpoint latest goes on.")
+        accelerator.print(f"Stopped after step {state.step}; --resume_from_checkpoint latest continues.")
         return state
-    # Saved first: what follows cannot cost the training.
+    # Saved first, so that a later failure cannot lose the training.
     save_model(state.model, Path(args.output_dir))
     return state
 
@@ -170,8 +170,8 @@ def final_scores(
     goal: Goal,
     save_model: Callable[[nn.Module, Path], None],
 ) -> dict[str, float]:
-    """The held-out figures of the model that a run leaves, which `--load_best_model_at_end` may replace by a former
-    one."""
+    """The held-out figures of the final model. `--load_best_model_at_end` may replace it by the model of an earlier
+    step."""
     metrics = dict(scores(state.model))
     if args.load_best_model_at_end and state.best.value is not None:
         if goal.is_better(goal.value(metrics), state.best.value):
@@ -186,7 +186,7 @@ def final_scores(
 
 
 def _push_checkpoint(args: RunArguments, folder: Path) -> None:
-    """Uploads the model of a checkpoint; if that fails, the run goes on."""
+    """Uploads the model of a checkpoint; if this fails, the run continues."""
     step = folder.name.removeprefix("checkpoint-")
     try:
         push(
@@ -202,7 +202,7 @@ def _push_checkpoint(args: RunArguments, folder: Path) -> None:
 
 
 def _hyperparameters(*arguments: Any) -> dict[str, Any]:
-    """The flags that were given, but for where things lie."""
+    """The flags that were given, without paths and housekeeping."""
     found = flags(*arguments, leave_out=HOUSEKEEPING | PLACES)
     return {name: value for name, value in found.items() if value is not None and value is not False}
 
@@ -216,17 +216,17 @@ def finish_run(
     metrics: Mapping[str, float],
     **card: Any,
 ) -> None:
-    """Writes what a run leaves beside its model, and uploads it if asked to; called by all processes.
+    """Writes the files of a run besides its model, and uploads them on request; called by all processes.
 
     `all_results.json`, `training_curve.png`, and, for models of this package, the model card.
 
     Args:
-        accelerator: of [`start_run`].
-        state: of the finished training, whose model is saved already; None where nothing was trained.
-        results: what `all_results.json` holds.
+        accelerator: from [`start_run`].
+        state: of the finished training, whose model has been saved; None if nothing was trained.
+        results: the content of `all_results.json`.
         arguments: the dataclasses of the flags; the first one is the [`RunArguments`].
-        identity: digests of the data and of the weights that the run began from.
-        metrics: what the card reports.
+        identity: digests of the data and of the initial weights.
+        metrics: scores for the card.
         card: further fields of [`model_card`].
     """
     args: RunArguments = arguments[0]

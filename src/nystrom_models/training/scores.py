@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores over a data set, or over the steps since the last log, the same on any number of processes."""
+"""Scores over a data set, or over the steps since the last log, with the same result on any number of processes."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ from .objectives import Objective
 
 
 class Sums:
-    """Sums and numbers of targets by name, the same on all processes once [`means`] is asked for."""
+    """Sums and numbers of targets, by name. [`means`] gives the same values on all processes."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -33,19 +33,19 @@ class Sums:
         return {name: pair.tolist() for name, pair in sums.items()}
 
     def load(self, sums: Mapping[str, list[float]]) -> None:
-        """Takes over what [`reduced`] gave: counted once, by the main process, and known to all."""
+        """Continues from what [`reduced`] returned. Only the main process counts it, so that it counts once."""
         device, main = self.accelerator.device, self.accelerator.is_main_process
         self.sums = {name: torch.tensor(pair, dtype=self.dtype, device=device) * main for name, pair in sums.items()}
 
     def means(self, reduce: bool = True) -> dict[str, float]:
-        """Sum over number for every name; NaN where there was no target."""
+        """Sum divided by number, for every name; NaN without targets."""
         sums = self.accelerator.reduce(self.sums, "sum") if reduce and self.sums else self.sums
         return {name: float(total / count) for name, (total, count) in sums.items()}
 
 
 def _batches(accelerator: Accelerator, dataloader: DataLoader, desc: str) -> tqdm:
     """The batches of this process on its device, with a progress bar on the main one."""
-    # Not `accelerator.prepare`, which keeps every loader that it has met.
+    # Not `accelerator.prepare`, which keeps a reference to every loader.
     prepared = prepare_data_loader(dataloader, accelerator.device, put_on_device=True, non_blocking=True)
     return tqdm(prepared, desc=desc, leave=False, disable=not accelerator.is_main_process)
 
@@ -67,7 +67,7 @@ def evaluate(
     model.eval()
     sums = Sums(accelerator)
     for batch in _batches(accelerator, dataloader, desc):
-        # Rows that fill up the last batch of the processes are dropped here.
+        # Here, rows are dropped that only fill up the last batch of the processes.
         sums.add(accelerator.gather_for_metrics(objective.scores(model(**batch), batch)))
     model.train(was_training)
     return sums.means(reduce=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several models is better: one metric and its direction, for checkpoints, early stopping and grids alike."""
+"""Comparison of models by one metric and its direction, for checkpoints, early stopping and grids."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ class Goal:
 
     @classmethod
     def of(cls, metric: str, greater: bool | None = None) -> "Goal":
-        """The goal that a metric's name stands for; `greater` overrules the direction that is known of it.
+        """The goal for the name of a metric; `greater` overrides its known direction.
 
         Raises:
             ValueError: if the direction is neither given nor known.
@@ -26,7 +26,7 @@ class Goal:
         return cls(metric, greater_is_better(metric) if greater is None else greater)
 
     def value(self, metrics: Mapping[str, float]) -> float:
-        """The metric's value; the mean over several validation sets, whose names stand before it.
+        """The value of the metric; the mean if there are several validation sets (`{split}/{metric}`).
 
         Raises:
             ValueError: if it was not measured.
@@ -47,7 +47,7 @@ class Goal:
         return value > than + threshold if self.greater_is_better else value < than - threshold
 
     def best(self, values: Iterable[float]) -> int:
-        """The number of the best value, the first of equals."""
+        """The index of the best value; the first one if several are equal."""
         chosen, best = 0, None
         for number, value in enumerate(values):
             if self.is_better(value, best):
@@ -57,14 +57,14 @@ class Goal:
 
 @dataclass
 class Best:
-    """The best evaluation of a run so far, and how many have passed since."""
+    """The best evaluation of a run so far, and the number of evaluations since."""
 
     value: float | None = None
     step: int | None = None
     evaluations_since: int = 0
 
     def update(self, goal: Goal, value: float, step: int, threshold: float = 0.0) -> bool:
-        """Takes an evaluation in, and tells whether it is the best so far.
+        """Adds an evaluation, and returns whether it is the best so far.
 
         An evaluation that is better by less than `threshold` becomes the best one, but does not reset the patience.
         """

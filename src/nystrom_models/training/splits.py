@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data sets of a run, by split, as its flags name them."""
+"""The data sets of a run, by split, from the files or the Hub data set that its flags name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +16,8 @@ Files = Mapping[str, Sequence[str] | None]
 def load_splits(
     files: Files, cache_dir: str | None = None, load: Callable[..., Dataset] = load_files
 ) -> dict[str, Dataset]:
-    """Data sets by split, of those that files are given for; the flag of a split is `--{split}_file`, and that of
-    MNLI's matched sets the same without that word."""
+    """Data sets by split, for the splits with files. The flag of a split is `--{split}_file`; for MNLI's matched sets,
+    without the word "matched"."""
     return {
         split: load(paths, f"--{split.removesuffix('_matched')}_file", cache_dir)
         for split, paths in files.items()
@@ -31,7 +31,7 @@ def load_data(args: DataArguments, test_file: Sequence[str] | None = None, train
     Args:
         args: the flags.
         test_file: files to predict.
-        train: whether rows to train on are needed; without, a data set need not have such a split.
+        train: whether training rows are needed; if not, the data set may lack this split.
 
     Raises:
         ValueError: if both are given, or the data set has no such splits.
@@ -62,21 +62,21 @@ def _refuse_both(files: Files) -> None:
 
 
 def sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
-    """A random sample of `size` rows; all where that is None or more than there are."""
+    """A random sample of `size` rows; all rows if `size` is None or larger than the data set."""
     return dataset if size is None or size >= len(dataset) else dataset.shuffle(seed).select(range(size))
 
 
 def load_documents(
     args: DataArguments, streaming: bool, validation_split_percentage: float, seed: int
 ) -> dict[str, Dataset | IterableDataset]:
-    """Documents to pretrain on: `train`, a stream if asked for, and `validation`.
+    """Documents for pretraining: `train`, which is a stream on request, and `validation`.
 
-    Where no data to validate on are given, documents of `train` are held out: a random `validation_split_percentage`
-    of them, or of a stream the first `--max_eval_samples`. `--max_train_samples` and `--max_eval_samples` bound both.
+    If no validation data are given, documents of `train` are held out: a random `validation_split_percentage` of them,
+    or the first `--max_eval_samples` of a stream. `--max_train_samples` and `--max_eval_samples` limit both.
 
     Raises:
-        ValueError: if no data are named, or both a data set and files, if they hold too few documents, or if the split
-            that `--validation_split` names does not exist.
+        ValueError: if the flags name no data or both a data set and files, if there are too few documents, or if the
+            split of `--validation_split` does not exist.
     """
     train, validation = _load_documents(args, streaming)
     if streaming:
@@ -88,7 +88,7 @@ def load_documents(
                 f"--validation_split_percentage {validation_split_percentage:g} of {len(train)} documents holds out "
                 f"{held_out}: give --validation_file, or a percentage that leaves documents on both sides."
             )
-        # Held out before any sample is taken: more documents to train on never bring in one of these.
+        # Held out before sampling: a larger sample for training never contains held-out documents.
         parts = train.train_test_split(test_size=held_out, seed=seed)
         train, validation = parts["train"], parts["test"]
     return {
@@ -98,7 +98,7 @@ def load_documents(
 
 
 def _load_documents(args: DataArguments, streaming: bool) -> tuple[Any, Any]:
-    """Documents to train on, and those to validate on or None."""
+    """Documents for training, and for validation or None."""
     if args.dataset_name is None:
         if args.train_file is None:
             raise ValueError("Documents to train on are needed: --train_file FILE, or --dataset_name NAME.")
@@ -110,7 +110,7 @@ def _load_documents(args: DataArguments, streaming: bool) -> tuple[Any, Any]:
         return train, load_files(args.validation_file, "--validation_file", args.cache_dir)
     _refuse_both({"train": args.train_file, "validation": args.validation_file})
     found = _load_hub(args, streaming=streaming)
-    # Documents are held out only if no split was named; a mistyped name is an error.
+    # Documents are held out only if no split was named: a misspelt name is an error.
     for split in ("train", args.validation_split):
         if split is not None and split not in found:
             raise ValueError(f"--dataset_name {args.dataset_name} has no split {split!r}, but {list(found)}.")

@@ -44,11 +44,11 @@ class CausalInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the kernels compute."""
+        """The dtype in which the kernels compute."""
         return device.dtype_of(self.value)
 
     def why_not(self) -> str | None:
-        """Why the kernels do not compute this, with what to change; None if they do."""
+        """Why the kernels cannot compute this, and what to change; None if they can."""
         here = self.query.device
         given = [tensor for tensor in (*self.tensors, self.mask, self.state) if tensor is not None]
         if any(tensor.device != here for tensor in given):
@@ -77,7 +77,7 @@ class CausalInputs:
 
 
 def why_not(*arguments: Any, **options: Any) -> str | None:
-    """Why the kernels do not compute this attention, with what to change; None if they do.
+    """Why the kernels cannot compute this attention, and what to change; None if they can.
 
     Arguments: those of `CausalInputs`.
     """
@@ -88,7 +88,7 @@ def causal_linear_attention_if_possible(*arguments: Any, **options: Any) -> tupl
     """`attention_linear.causal_linear_attention` by the kernels, differentiable once; None where they do not apply or
     differ from PyTorch's operations at their first try.
 
-    On a GPU the reason is logged, once, but for single tokens. In a graph of torch.compile it is one operator.
+    On a GPU the reason is logged once, but not for single tokens. In graphs of torch.compile it is one operator.
     """
     inputs = CausalInputs(*arguments, **options)
     if inputs.query.device.type not in device.DEVICE_TYPES or inputs.query.shape[2] <= 1:
@@ -104,7 +104,7 @@ def causal_linear_attention_if_possible(*arguments: Any, **options: Any) -> tupl
 
 
 def compute(inputs: CausalInputs) -> tuple[Tensor, Tensor]:
-    """The attention and the last state, of inputs for which there is no reason against it."""
+    """The attention and the last state of inputs that the kernels accept."""
     from .attention import causal_linear_attention
 
     query, key, value = (tensor.to(inputs.dtype) for tensor in inputs.tensors)

@@ -16,7 +16,7 @@ logger = logging.get_logger(__name__)
 
 
 def why_not(*arguments: Any, **options: Any) -> str | None:
-    """Why the kernels do not compute this attention, with what to change; None if they do.
+    """Why the kernels cannot compute this attention, and what to change; None if they can.
 
     Arguments: those of `AttentionInputs`, which are those of `attention_nystrom.nystrom_attention`, with the
     convolution's weight instead of its result.
@@ -25,11 +25,11 @@ def why_not(*arguments: Any, **options: Any) -> str | None:
 
 
 def nystrom_attention(*arguments: Any, **options: Any) -> Tensor:
-    """`attention_nystrom.nystrom_attention`, with the convolution, by the kernels; differentiable once.
+    """`attention_nystrom.nystrom_attention`, with the convolution, computed by the kernels; differentiable once.
 
-    Raises ValueError where `why_not`, of the same arguments, has a reason.
+    Raises ValueError if `why_not` returns a reason for the same arguments.
 
-    Returns: (B, H, N, D), zero at invalid tokens; gradients that come in there are ignored.
+    Returns: (B, H, N, D), zero at invalid tokens, whose incoming gradients are ignored.
     """
     inputs = AttentionInputs(*arguments, **options)
     reason = inputs.why_not()
@@ -39,9 +39,9 @@ def nystrom_attention(*arguments: Any, **options: Any) -> Tensor:
 
 
 def nystrom_attention_if_possible(*arguments: Any, **options: Any) -> Tensor | None:
-    """The same, or None where the kernels do not apply or differ from PyTorch's operations at their first try.
+    """The same; None if the kernels do not apply, or differed from PyTorch's operations at their first try.
 
-    On a GPU the reason is logged, once. In a graph of torch.compile the attention is one operator.
+    On a GPU the reason is logged once. In graphs of torch.compile the attention is one operator.
     """
     inputs = AttentionInputs(*arguments, **options)
     if inputs.query.device.type not in device.DEVICE_TYPES:
@@ -58,14 +58,14 @@ def nystrom_attention_if_possible(*arguments: Any, **options: Any) -> Tensor | N
 
 
 def compute(inputs: AttentionInputs) -> Tensor:
-    """The attention, of inputs for which there is no reason against it."""
+    """The attention of inputs that the kernels accept."""
     from .attention import Attention, attention_in_graph
     from .rows import Rows
 
     query, key, value, *weight = (tensor.to(inputs.dtype) for tensor in inputs.tensors)
     seed = None
     if inputs.dropout_p > 0:
-        # On the device, so that the host does not wait and a CUDA graph draws anew every time.
+        # Drawn on the device, so that the host does not wait, and every replay of a CUDA graph draws again.
         seed = torch.randint(2**62, (1,), device=query.device)
     assert inputs.num_landmarks is not None
     rows = []

@@ -13,12 +13,12 @@ from ...models.depthwise_convolution import depthwise_convolution
 from ..first_try import difference, find_fault
 from .inputs import AttentionInputs
 
-# So rare that nothing is dropped, which makes dropout comparable, by the kernels that drop.
+# A probability so small that nothing is dropped: the kernels with dropout can then be compared with PyTorch.
 RARELY = 1e-12
 
 
 class Variant(NamedTuple):
-    """What the compiled kernels depend on: batches and lengths are arguments of one and the same machine code."""
+    """What the compiled kernels depend on. Batch sizes and lengths are arguments of the same machine code."""
 
     device: torch.device
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "Variant":
-        """Of inputs for which there is no reason against the kernels."""
+        """The facts about inputs that the kernels accept."""
         assert inputs.num_landmarks is not None
         return cls(
             inputs.query.device,
@@ -62,7 +62,7 @@ def _try(device: torch.device, attend: Callable[[AttentionInputs], Tensor], *fac
     dtype = variant.dtype
     length = 2 * variant.num_landmarks + 3
     with torch.set_grad_enabled(variant.backward):
-        # All on the CPU, whatever the default device: the same numbers everywhere.
+        # On the CPU, whatever the default device is, so that the numbers are the same everywhere.
         generator = torch.Generator("cpu").manual_seed(0)
         draw = functools.partial(torch.randn, generator=generator, device="cpu")
         *states, gradient = (draw(2, 1, length, variant.dim).to(device, dtype) for _ in range(4))

@@ -13,7 +13,7 @@ from ...models.attention_nystrom import Segments
 from ..device import compute_capability, dtype_of, why_not_in_this_graph, why_not_of_tensors, why_not_on
 
 MAX_LANDMARKS = 128
-# On capability 10.0 the products of more would take more tensor memory than there is.
+# On compute capability 10.0, products with more landmarks would need more tensor memory than exists.
 MAX_LANDMARKS_IN_TENSOR_MEMORY = 64
 MAX_HEAD_SIZE = 128
 # A window of the convolution is two blocks of 64 tokens.
@@ -47,7 +47,7 @@ class AttentionInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that gradients come to."""
+        """The tensors that get gradients."""
         return [tensor for tensor in (self.query, self.key, self.value, self.conv_weight) if tensor is not None]
 
     @property
@@ -60,11 +60,11 @@ class AttentionInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the attention is computed."""
+        """The dtype in which the attention is computed."""
         return dtype_of(self.query)
 
     def why_not(self) -> str | None:
-        """Why the kernels do not compute this, with what to change; None if they do."""
+        """Why the kernels cannot compute this, and what to change; None if they can."""
         device = self.query.device
         given = [tensor for tensor in (*self.tensors, self.mask) if tensor is not None]
         if any(tensor.device != device for tensor in given):

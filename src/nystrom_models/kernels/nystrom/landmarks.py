@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common import kernel, on_device
 from .rows import Rows, find_segments, row_arguments, valid_tokens
 
-# Tokens and channels that a program reads at a time, whatever the length: a segment is short or goes by many blocks.
+# Tokens and channels that a program reads at once, for any length: a segment is short, or is read in many blocks.
 _BLOCKS = {"BLOCK_S": 32, "BLOCK_C": 128, "num_warps": 4}
 
 
@@ -87,7 +87,7 @@ def landmarks_forward(q: Tensor, num_landmarks: int, rows: Rows | None = None) -
 
 
 def landmarks_backward(dq: Tensor, dq_landmarks: Tensor, partial: Tensor, rows: Rows | None = None) -> None:
-    """Adds to dq, (B, N, H, D), what the landmarks' gradient gives the queries.
+    """Adds the gradient of the landmarks to that of the queries, dq, (B, N, H, D).
 
     Args:
         dq_landmarks: (B, H, M, D), partial: (B, H, P, M, D), float32, contiguous: their sum is that gradient.

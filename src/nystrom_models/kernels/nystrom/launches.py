@@ -23,7 +23,7 @@ LAUNCHES = {
 
 
 def launch_place(stage: str, dtype: torch.dtype, num_landmarks: int, dim: int) -> int:
-    """Which of a stage's `LAUNCHES` is for tensors of this dtype and sizes."""
+    """The entry of a stage's `LAUNCHES` for tensors of this dtype and these sizes."""
     if dtype == torch.float32:
         return 2
     return int(dim > 64 if stage == "convolution_bwd" else tile(num_landmarks) * tile(dim) > 64 * 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a ragged batch: their segments, valid tokens and padding, and which part of them a program takes.
+"""The rows of a ragged batch: segments, valid tokens and padding, and the part of a row that a program computes.
 
 Legend: B batch, H heads, N tokens, M landmarks, S tokens of the longest segment, D head size, m = min(M, L) landmarks
 of a row of L valid tokens. A program is one (row, head) or a part of it; the grid's first axis counts the parts.
@@ -17,7 +17,7 @@ from ..common import store_tile
 
 
 class Rows(NamedTuple):
-    """A ragged batch as the kernels read it; bool tensors as uint8.
+    """A ragged batch in the form that the kernels read; bool tensors become uint8.
 
     mask: (B, N). positions: (B, M, S) int64, size: (B, M) int64, exists: (B, M), of `Segments`.
     """
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 def row_arguments(rows: Rows | None) -> dict[str, Any]:
-    """The arguments of a kernel by which it reads a ragged batch; None where every token is valid."""
+    """The arguments of a kernel that describe a ragged batch; None if every token is valid."""
     if rows is None:
         return {"mask": None, "positions": None, "sizes": None, "exists": None, "longest": 0, "MASKED": False}
     return {
@@ -56,7 +56,7 @@ def row_arguments(rows: Rows | None) -> dict[str, Any]:
 def find_segments(positions, sizes, exists, row, landmarks, N, longest, M: tl.constexpr, MASKED: tl.constexpr):
     """The segments of one or many of a row's landmarks: the first token, the one after the last, and how many.
 
-    The valid tokens between the first and the last are those of the segment. All are 0 where there is none.
+    The valid tokens between the first and the last belong to the segment. All are 0 if there is no such segment.
     """
     if MASKED:
         place = row * M + landmarks
@@ -86,7 +86,7 @@ def describe_row(first, stop, size, N, M: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def part_of(begin, end, BLOCK_N: tl.constexpr):
-    """This program's part of the tokens from `begin` to `end`, in whole blocks."""
+    """The part of the tokens from `begin` to `end` that this program computes, in whole blocks."""
     size = tl.cdiv(end - begin, tl.num_programs(0) * BLOCK_N) * BLOCK_N
     start = begin + tl.program_id(0) * size
     return start, tl.minimum(start + size, end)
@@ -105,7 +105,7 @@ def valid_tokens(mask, row, tokens, stop, N, MASKED: tl.constexpr):
 def store_padding(
     states, stride, begin, end, N, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Zeros before the first valid token of a row and after the last: a part of them by each of its programs."""
+    """Writes zeros before the first valid token of a row and after the last; each program writes a part of them."""
     outside = N - (end - begin)
     size = tl.cdiv(outside, tl.num_programs(0))
     start = tl.program_id(0) * size
