@@ -6,8 +6,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2Model, ViTConfig, ViTModel
 
 from nystrom_models.analysis import visit_attention
-from nystrom_models.analysis.interface import key_mask
 from nystrom_models.analysis.measures import exact_map, nystrom_map
+from nystrom_models.analysis.substitution import key_mask
 from tests.analysis.models import make_model, padded_batch
 from tests.models.options import LINEAR_TRANSFORMER, LINFORMER
 
@@ -65,7 +65,7 @@ def test_causal_attention_is_refused():
         (torch.tensor([0.0, -0.5, -10_000.0]).expand(1, 1, 3, 3), {}, (None, "a bias is added to its scores")),
         (torch.ones(1, 1, 3, 3).tril().bool(), {}, (None, "its mask differs between tokens or heads")),
         (None, {"is_causal": True}, (None, "it is causal")),
-        (None, {"is_causal": False, "softcap": 5.0}, (None, "its scores are changed by softcap")),
+        (None, {"is_causal": False, "softcap": 5.0}, (None, "it is given softcap, a cap on the scores")),
     ],
     ids=["none", "added", "bias", "pairs", "causal", "softcap"],
 )

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..models.batch import AttentionMaps
 from ..models.modeling_base import BasePreTrainedModel
 from ..models.self_attention import SelfAttention
-from .interface import attending_by, key_mask
+from .substitution import attending_by, key_mask
 
 # The map (B, H, R, N) and the context (B, H, R, D) that a layer itself computes for chosen rows.
 OwnAttention = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..models.attention_nystrom import nystrom_attention
 from ..models.configuration_nystromformer import NystromformerConfig
 from ..models.modeling_base import BasePreTrainedModel
-from .interface import attending_by, key_mask
+from .substitution import attending_by, key_mask
 
 
 @contextmanager

@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
+from ..interface.attention import CHANGES
+from ..interface.masks import ADDED_SCORES, BY_PAIR, key_mask_of
+
 _numbers = itertools.count()
+# What is advice where a model is to be changed is a reason here.
+_REASONS = {
+    BY_PAIR: "its mask differs between tokens or heads",
+    ADDED_SCORES: "a bias is added to its scores",
+}
 
 
 @contextmanager
@@ -57,17 +64,15 @@ def key_mask(
         return None, "it is causal"
     if options.get("sliding_window") is not None:
         return None, "it sees a local window, which is linear already"
-    for name in ("position_bias", "softcap", "s_aux"):
-        if options.get(name) is not None:
-            return None, f"its scores are changed by {name}"
+    for name, what in CHANGES.items():
+        if options.get(name) is not None and options[name] is not False:
+            return None, f"it is given {name}, {what}"
     if mask is None:
         return None, None
-    if mask.dtype != torch.bool:
-        # Older models add -10,000, of which nothing is left after the softmax.
-        hidden = mask <= -10_000
-        if not (hidden | (mask == 0)).all():
-            return None, "a bias is added to its scores"
-        mask = ~hidden
-    if mask.dim() != 4 or not (mask == mask[:, :1, :1]).all():
-        return None, "its mask differs between tokens or heads"
-    return mask[:, 0, 0].expand(query.shape[0], -1), None
+    try:
+        # On a GPU, what is wrong with a mask would end the program.
+        keys = key_mask_of(mask.cpu(), query.shape[0], query.shape[2], key.shape[2])
+    except ValueError as error:
+        return None, _REASONS.get(str(error), str(error))
+    assert keys is not None
+    return keys.to(query.device), None
