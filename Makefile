@@ -37,7 +37,7 @@ test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(TORCHAO)/installe
 	@echo "All tests, transformers $(NEWEST)"
 	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-slow: $(VENV)/installed ## Run the tests that take more than half a minute each
+slow: $(VENV)/installed ## Run the tests that make test leaves out for their time
 	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(VENV)/installed ## Check format, style and types

@@ -72,7 +72,9 @@ def test_code_stands_beside_its_equations_and_every_public_name_has_an_entry(sit
         assert re.search(rf'id="nystrom_models\.(\w+\.)*{name}"', reference), name
 
 
-@pytest.mark.parametrize("width", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(
+    "width", [pytest.param(DESKTOP, id="desktop", marks=pytest.mark.slow), pytest.param(PHONE, id="phone")]
+)
 def test_the_pages_are_sound_in_a_browser(site, browser, width):
     """No console error, nothing wider than the window, the title and the navigation where they belong."""
     for page, title in PAGES.items():

@@ -49,7 +49,14 @@ def run(path, *arguments):
     return code, json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("options", [[], ["--backward"], ["--dtype", "bfloat16"]], ids=["forward", "backward", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--backward"], id="backward"),
+        pytest.param([], id="forward", marks=pytest.mark.slow),
+        pytest.param(["--dtype", "bfloat16"], id="bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
     code, stored = run(tmp_path / "deep" / "result.json", "--op", "--lengths", "32", "37", *options)
     assert code == 0

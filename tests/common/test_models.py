@@ -6,6 +6,7 @@ import inspect
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from accelerate import infer_auto_device_map
@@ -134,6 +135,10 @@ class CommonTests(modeling_common.ModelTesterMixin):
 
     def test_config(self):
         configuration_common.ConfigTester(self, self.config_class, **SMALL, **self.options).run_common_tests()
+
+    @pytest.mark.slow
+    def test_bc_torch_dtype(self):
+        super().test_bc_torch_dtype()
 
     def test_cpu_offload(self):
         self.run_offload_test("test_cpu_offload")

@@ -13,7 +13,12 @@ from onnxruntime.quantization import quantize_dynamic
 from nystrom_models.deployment import compare_onnx, export_onnx
 from tests.models.options import make_model, relative_error
 
-FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-causal")
+# One family is exported with every change; an export takes ten seconds.
+FAMILIES = (
+    "nystromformer-landmarks",
+    pytest.param("linformer-layerwise", marks=pytest.mark.slow),
+    pytest.param("linear-causal", marks=pytest.mark.slow),
+)
 INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
 

@@ -173,7 +173,9 @@ def test_a_model_is_evaluated_and_trained_on(trained, corpus, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Since .* versions")
-@pytest.mark.parametrize("streaming", [False, True], ids=["rows", "stream"])
+@pytest.mark.parametrize(
+    "streaming", [pytest.param(False, id="rows", marks=pytest.mark.slow), pytest.param(True, id="stream")]
+)
 def test_a_run_killed_and_resumed_is_the_unstopped_one(streaming, corpus, tmp_path):
     """In a process of its own, over the end of an epoch; weights bit for bit."""
     options = ["--checkpointing_steps", "4", "--logging_steps", "1", "--max_train_samples", "60"]

@@ -285,6 +285,7 @@ def test_the_best_point_of_a_regression_is_that_of_the_least_error(checkpoint, w
     assert kept == [outcome["best_run"]] == good["runs"]
 
 
+@pytest.mark.slow
 def test_a_grid_on_two_processes(checkpoint, pairs, write_rows, tmp_path):
     """One table, one file, one folder a run; resumed where it was, without what is finished."""
     rows = write_rows(pairs(64))

@@ -218,6 +218,7 @@ def test_other_graphs(name):
         assert relative_error(graph(**inputs).last_hidden_state, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_masks_are_looked_at_in_graphs():
     """One graph for all lengths; a mask by pair of tokens is refused when it runs, not answered as a mask of keys."""
     module = Attention()

@@ -110,7 +110,9 @@ def operators_of(graphs):
     return [str(node.target) for graph in graphs for node in graph.graph.nodes if "nystrom_models" in str(node.target)]
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize(
+    "masked", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="ragged")]
+)
 def test_compiled_graphs_hold_them_as_one_operator(masked):
     """One graph, forward and backward, with the same results as outside of it; without taps where rows are full."""
     from functorch.compile import make_boxed_func
@@ -143,7 +145,8 @@ def test_compiled_graphs_hold_them_as_one_operator(masked):
 
 
 @pytest.mark.parametrize(
-    "masked", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="ragged")]
+    "masked",
+    [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="ragged", marks=pytest.mark.slow)],
 )
 def test_the_operator_keeps_pytorchs_rules(masked):
     from nystrom_models.kernels.nystrom import attention

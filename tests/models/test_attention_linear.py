@@ -232,6 +232,7 @@ print((peak() - before) / (length * 4 * 32 * 4))
 """
 
 
+@pytest.mark.slow
 def test_memory_of_a_training_step():
     """In tensors of the values' size: values with ones, sums, output, and their gradients; no state for each token,
     which would be 33 of them."""

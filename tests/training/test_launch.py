@@ -88,7 +88,7 @@ def test_processes_that_do_not_find_each_other_are_an_error(tmp_path):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, tmp_path):
     """On CPUs, and without MPI, it starts one process, whatever --num_processes says."""
     script = tmp_path / "script.py"

@@ -121,19 +121,24 @@ def run(arguments: argparse.Namespace) -> None:
     matching = None if arguments.matching_steps is None else Matching(steps=arguments.matching_steps)
     sample = None if arguments.sample_file is None else read_texts(arguments.sample_file)
     # What it would warn of is in the report.
-    logging.getLogger("nystrom_models.conversion").setLevel(logging.ERROR)
-    _, report = convert_checkpoint(
-        arguments.source,
-        arguments.out,
-        config,
-        head=arguments.head,
-        positions=arguments.positions,
-        sample=sample,
-        matching=matching,
-        return_report=True,
-        save_report=True,
-        **files,
-    )
+    logger = logging.getLogger("nystrom_models.conversion")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        _, report = convert_checkpoint(
+            arguments.source,
+            arguments.out,
+            config,
+            head=arguments.head,
+            positions=arguments.positions,
+            sample=sample,
+            matching=matching,
+            return_report=True,
+            save_report=True,
+            **files,
+        )
+    finally:
+        logger.setLevel(level)
     print(report)
 
 
