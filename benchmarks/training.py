@@ -58,10 +58,11 @@ def operations_per_token(config: Any) -> int:
     Linear layers, the attention's four products with the landmarks, the convolution, and the head over the vocabulary.
     What is computed twice, norms, and the pseudo-inverse, which does not depend on the length, are not counted.
     """
-    width, heads_width = config.hidden_size, 4 * config.num_landmarks + (config.conv_kernel_size or 0)
-    layer = 4 * width**2 + 2 * width * config.intermediate_size + width * heads_width
+    width = config.hidden_size
+    layer = 4 * width**2 + 2 * width * config.intermediate_size + width * (config.conv_kernel_size or 0)
+    landmarks = 4 * width * sum(config.landmarks_by_layer)
     head = width**2 + width * config.vocab_size
-    return 3 * 2 * (config.num_hidden_layers * layer + head)
+    return 3 * 2 * (config.num_hidden_layers * layer + landmarks + head)
 
 
 def data_sheet(gpu: str) -> float | None:
