@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import nystrom_models
 from nystrom_models.training import create_accelerator
@@ -109,6 +110,8 @@ def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, 
 
 
 def test_a_process_that_is_alone_already(monkeypatch):
+    # Not in the state that a test before has left, in half precision for instance.
+    AcceleratorState._reset_state(reset_partial_state=True)
     create_accelerator()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"2 processes were launched \(WORLD_SIZE\).*ACCELERATE_USE_CPU=true"):
