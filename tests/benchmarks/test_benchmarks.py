@@ -194,6 +194,7 @@ def test_an_opponent_that_fails_does_not_end_the_run():
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.slow
 def test_each_contender_in_a_process_of_its_own(backward, monkeypatch):
     """They are checked and timed as in one process, one after the other in every round."""
     setting = Setting(32, backward=backward, **SIZES)
@@ -317,6 +318,7 @@ def test_layouts_of_the_papers_tables(tmp_path, capsys):
         cli.main(["table", str(path), "--layout", "linformer-table-3", "--against", "bert"])
 
 
+@pytest.mark.slow
 def test_batches_of_as_many_tokens_at_every_length(tmp_path, capsys):
     options = ["--lengths", "16", "32", "128", "--tokens", "64", "--contenders", "ours"]
     _, stored = run(tmp_path / "result.json", "--op", "nystrom", *options)

@@ -59,6 +59,7 @@ def test_an_error_of_the_user_is_one_line_and_a_fault_of_the_program_is_not(monk
         command.main(["env"])
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     shell = shutil.which("bash")
     if shell is None:
@@ -77,6 +78,7 @@ def test_the_console_script_is_the_same_command():
     assert scripts[0].load() is command.main
 
 
+@pytest.mark.slow
 def test_a_shell_completes_subcommands_and_flags():
     pytest.importorskip("shtab")
     shell = shutil.which("bash")

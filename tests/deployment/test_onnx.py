@@ -97,6 +97,7 @@ def test_comparison_sees_what_differs(exported):
     assert compare_onnx(other, path) > 1e-2
 
 
+@pytest.mark.slow
 def test_multiple_choice_has_a_third_axis_and_hidden_states_their_names(tmp_path):
     model = small("linformer-max_pool", "ForMultipleChoice")
     model.config.output_hidden_states = True
@@ -140,6 +141,7 @@ def rows_to_count(count, seed):
 
 
 @pytest.mark.parametrize("option", FAMILIES)
+@pytest.mark.slow
 def test_int8_accuracy_is_within_two_points_of_float32(option, tmp_path):
     model = small(option, "ForSequenceClassification", num_labels=2).train()
     with torch.no_grad():

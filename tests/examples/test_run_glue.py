@@ -74,6 +74,7 @@ def test_predictions_are_those_of_the_saved_model_in_the_order_of_the_file(mrpc)
     assert lines == [f"{i}\t{i % 2}" for i in range(37)]
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(mrpc, checkpoint, tmp_path):
     one, results, _, options = mrpc
     paths = [

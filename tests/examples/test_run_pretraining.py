@@ -179,7 +179,11 @@ def test_the_held_out_documents_of_a_stream_are_not_trained_on(corpus):
     ("options", "tolerance"),
     [
         (["--gradient_checkpointing"], 1e-5),
-        (["--torch_compile", "--torch_compile_backend", "eager", "--checkpointing_steps", "5"], 1e-4),
+        pytest.param(
+            ["--torch_compile", "--torch_compile_backend", "eager", "--checkpointing_steps", "5"],
+            1e-4,
+            marks=pytest.mark.slow,
+        ),
         (["--mixed_precision", "bf16"], 2e-2),
         (["--mlm_probability", "0.3"], None),
         (["--dataloader_num_workers", "2"], 0),

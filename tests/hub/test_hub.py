@@ -155,6 +155,7 @@ except PermissionError as error:
 """
 
 
+@pytest.mark.slow
 def test_the_hub_is_asked_before_training_and_gets_every_checkpoint(hub, client, rows, fill_mask, tmp_path):
     file, output = tmp_path / "rows.jsonl", tmp_path / "talk"
     rows.to_json(file)

@@ -88,6 +88,7 @@ def test_devices_that_do_not_fit_are_explained(monkeypatch):
     assert "CUDA device" in kernels.why_not_on(torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_without_triton_the_package_imports_and_says_so():
     code = (
         "import sys; sys.modules['triton'] = None\n"

@@ -204,6 +204,7 @@ def test_feature_maps():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_one_graph_for_every_length():
     compiled = torch.compile(
         lambda *states: causal_linear_attention(*states)[0], fullgraph=True, dynamic=True, backend="aot_eager"
