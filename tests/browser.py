@@ -18,6 +18,7 @@ import http.server
 import importlib.util
 import shutil
 import threading
+import time
 import urllib.parse
 from base64 import b64decode
 from collections.abc import Iterator
@@ -151,7 +152,15 @@ class Browser:
 
     def errors(self) -> list[str]:
         """Errors in the console since the last call, or since the page was opened: scripts, failed requests."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        # Entries arrive in their order, but later than the page is loaded: all are there once this one is.
+        mark = f"mark-{time.monotonic_ns()}"
+        self.run("console.info(arguments[0])", mark)
+        entries: list[dict[str, Any]] = []
+        deadline = time.monotonic() + 10
+        while not any(mark in entry["message"] for entry in entries):
+            assert time.monotonic() < deadline, "The browser's console does not answer."
+            entries += self.driver.get_log("browser")
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window. What scrolls in a box of its own does not count."""
