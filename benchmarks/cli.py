@@ -396,8 +396,7 @@ def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
 
 def show_architectures() -> int:
     """Prints the table as Markdown; 1 if one that runs is not as it should be."""
-    versions, source = environment.versions(), environment.commit()
-    commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
+    versions, commit = environment.versions(), environment.describe_commit(environment.commit())
     print("    python -m benchmarks architectures\n")
     print(f"transformers {versions['transformers']}, torch {versions['torch']}; commit {commit}; {now()}\n")
     answers = architecture_table.measure(report=progress)

@@ -132,3 +132,8 @@ def commit() -> dict:
 
     changes = git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     return {"commit": git("rev-parse", "HEAD"), "modified": None if changes is None else bool(changes)}
+
+
+def describe_commit(source: dict) -> str:
+    """What `commit` returned, for a reader."""
+    return (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.environment import describe_commit
 from benchmarks.measure import PLAINLY
 from benchmarks.registry import WORKLOADS
 
@@ -130,7 +131,7 @@ def describe_machine(results: dict) -> str:
     if machine["gpu"]:
         hardware += f", {machine['gpu']['name']}"
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    commit = (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")
+    commit = describe_commit(source)
     limits = results.get("ceilings")
     if limits:
         hardware += f"; copies {limits['bytes_per_second'] / 1e9:.3g} GB/s"

@@ -60,7 +60,7 @@ def operations_per_token(config: Any) -> int:
     """
     width = config.hidden_size
     layer = 4 * width**2 + 2 * width * config.intermediate_size + width * (config.conv_kernel_size or 0)
-    landmarks = 4 * width * sum(config.layer_num_landmarks(index) for index in range(config.num_hidden_layers))
+    landmarks = 4 * width * sum(config.landmarks_by_layer)
     head = width**2 + width * config.vocab_size
     return 3 * 2 * (config.num_hidden_layers * layer + landmarks + head)
 

@@ -16,17 +16,10 @@ from transformers import (
     pipeline,
 )
 
-from nystrom_models.command_line import convert as command
 from nystrom_models.command_line.main import main
-from nystrom_models.conversion import sources
-from nystrom_models.conversion.positions import METHODS
 from nystrom_models.conversion.report import REPORT_NAME
 from nystrom_models.data import train_tokenizer
-from nystrom_models.models.configuration_linear_transformer import FEATURE_MAPS
-from nystrom_models.models.configuration_linformer import SHARING_MODES
-from nystrom_models.registration import FAMILIES
-from tests.conversion.sources import enlarge
-from tests.models.options import TINY
+from tests.models.options import TINY, enlarge
 
 SENTENCES = (
     "Return a list of the names of all columns. Raise an error if the file does not exist. Open the file. Read every "
@@ -119,9 +112,3 @@ def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit):
         main(["convert", str(source), str(tmp_path / "out"), "--num_landmarks", "many"])
-
-
-def test_the_choices_are_those_of_the_library():
-    assert command.HEADS == sources.HEADS and command.POSITIONS == METHODS
-    assert sorted(command.FAMILIES) == sorted(family.config_class.model_type for family in FAMILIES)
-    assert set(command.SHARING_MODES) == set(SHARING_MODES) and set(command.FEATURE_MAPS) == {*FEATURE_MAPS, None}

@@ -4,7 +4,7 @@
 import torch
 import transformers
 
-from tests.models.options import TINY
+from tests.models.options import SHARED_HEADS, TINY, enlarge
 
 LENGTH = 40  # the longest sequence of the sources
 EXACT = {"num_landmarks": None, "conv_kernel_size": None}
@@ -34,27 +34,8 @@ FIELDS = {
     },
 }
 # Of each kind, the heads that have a counterpart here.
-HEADS = (
-    "Model",
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
-KINDS_AND_HEADS = [(kind, head) for kind in FIELDS for head in HEADS]
+KINDS_AND_HEADS = [(kind, head) for kind in FIELDS for head in SHARED_HEADS]
 KINDS_AND_HEADS += [("Bert", "ForPreTraining"), ("Albert", "ForPreTraining")]
-
-
-def enlarge(model):
-    """Weights three times as large as at first, and biases that are not zero."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
 
 
 def save_source(folder, kind, head, **fields):

@@ -64,6 +64,8 @@ HEADS = (
     "ForQuestionAnswering",
     "ForMultipleChoice",
 )
+# Those that the encoders of Transformers have, too.
+SHARED_HEADS = tuple(head for head in HEADS if head != "ForPreTraining")
 
 # Largest error over largest entry, by dtype: four times the worst that all tests saw on two processors.
 # Of models of two layers with wide weights: roundings, which the pseudo-inverse and the layers magnify.
@@ -89,18 +91,23 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return difference / max(expected.double().abs().max().item(), 1e-30)
 
 
-def make_model(option: str, head: str = "Model", **fields):
-    """A model with weights three times as large as the usual ones, so that attention is not nearly uniform."""
-    family, options = OPTIONS[option]
-    config = getattr(nystrom_models, family + "Config")(**TINY | {"max_position_embeddings": 64} | options | fields)
-    model = getattr(nystrom_models, family + head)(config).eval()
+def enlarge(model):
+    """Weights three times as large as at first, so that attention is not nearly uniform, and biases that are not
+    zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return model.eval()
+
+
+def make_model(option: str, head: str = "Model", **fields):
+    """A model with weights that are enlarged."""
+    family, options = OPTIONS[option]
+    config = getattr(nystrom_models, family + "Config")(**TINY | {"max_position_embeddings": 64} | options | fields)
+    return enlarge(getattr(nystrom_models, family + head)(config))
 
 
 def padded_inputs(head="Model", labels=False, length=40):

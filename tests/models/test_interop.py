@@ -8,16 +8,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
 
 import nystrom_models
-from tests.models.options import TINY, relative_error
+from tests.models.options import SHARED_HEADS, TINY, relative_error
 
-HEADS = (
-    "Model",
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
 # As published: the two values are equal, and the built-in class attends exactly.
 PUBLISHED = TINY | {"max_position_embeddings": 62, "num_landmarks": 64, "segment_means_seq_len": 64}
 
@@ -32,7 +24,7 @@ def built_in(head, **fields):
     ).eval()
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", SHARED_HEADS)
 @torch.no_grad()
 def test_weights_and_results_move_both_ways(head, tmp_path):
     theirs = built_in(head)

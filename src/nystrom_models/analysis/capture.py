@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..interface.attention import repeated_groups
 from ..models.batch import AttentionMaps
 from ..models.modeling_base import BasePreTrainedModel
 from ..models.self_attention import SelfAttention
@@ -172,14 +173,12 @@ def _run_through_interface(
             skipped[name] = reason
         else:
             scaling = kwargs.get("scaling")
-            groups = query.shape[1] // key.shape[1]
             visit(
                 LayerAttention(
                     name,
                     count,
                     query,
-                    key.repeat_interleave(groups, dim=1),
-                    value.repeat_interleave(groups, dim=1),
+                    *repeated_groups(query, key, value),
                     mask,
                     query.shape[-1] ** -0.5 if scaling is None else scaling,
                 )

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..models.attention_nystrom import nystrom_attention
+from ..interface.attention import repeated_groups
+from ..models.attention_nystrom import nystrom_attention, scaled_query
 from ..models.configuration_nystromformer import NystromformerConfig
 from ..models.modeling_base import BasePreTrainedModel
 from .substitution import attending_by, key_mask
@@ -43,11 +44,9 @@ def attending_through(model: PreTrainedModel, num_landmarks: int | None, pinv_it
         mask, reason = key_mask(module, query, key, attention_mask, kwargs)
         if reason is not None or num_landmarks is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        scaling, groups = kwargs.get("scaling"), query.shape[1] // key.shape[1]
         context = nystrom_attention(
-            query if scaling is None else query * (scaling * query.shape[-1] ** 0.5),
-            key.repeat_interleave(groups, dim=1),
-            value.repeat_interleave(groups, dim=1),
+            scaled_query(query, kwargs.get("scaling")),
+            *repeated_groups(query, key, value),
             mask,
             num_landmarks=num_landmarks,
             pinv_iterations=pinv_iterations,

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..models.attention_nystrom import iterative_pinv, nystrom_attention_map, segment_sizes
-from ..models.masked_attention import attention_weights
+from ..models.attention_nystrom import iterative_pinv, nystrom_attention_map, scaled_query, segment_means
+from ..models.masked_attention import attention_weights, softmax_attention_map
 
 
 def exact_map(
@@ -26,11 +26,7 @@ def exact_map(
 
     query, key: (H, N, D). scaling: 1 / √D by default. is_causal: to tokens up to itself alone.
     """
-    visible = None
-    if is_causal:
-        tokens = torch.arange(key.shape[1], device=key.device)
-        visible = tokens <= (tokens if rows is None else rows)[:, None]
-    return attention_weights(query if rows is None else query[:, rows], key, visible, scaling)
+    return softmax_attention_map(query[None], key[None], causal=is_causal, rows=rows, scaling=scaling)[0]
 
 
 def nystrom_map(
@@ -46,10 +42,9 @@ def nystrom_map(
     num_landmarks: M; exact attention for M >= N, and for None. pinv_iterations: steps of `iterative_pinv`. The others:
     see `exact_map`.
     """
-    if scaling is not None:
-        query = query * (scaling * query.shape[-1] ** 0.5)
+    query = scaled_query(query, scaling)[None]
     return nystrom_attention_map(
-        query[None], key[None], num_landmarks=num_landmarks, pinv_iterations=pinv_iterations, rows=rows
+        query, key[None], num_landmarks=num_landmarks, pinv_iterations=pinv_iterations, rows=rows
     )[0]
 
 
@@ -66,12 +61,8 @@ def relative_error(sums: Tensor) -> Tensor:
 
 def landmark_matrix(query: Tensor, key: Tensor, num_landmarks: int, scaling: float | None = None) -> Tensor:
     """A = softmax(q~ k~ᵀ · scaling), (H, m, m), in float32 at least; q~ and k~ are the means of segments (eq. 16)."""
-    sizes = segment_sizes(query.shape[1], num_landmarks)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    query_means, key_means = (
-        torch.stack([part.mean(dim=1) for part in states.to(dtype).split(sizes, dim=1)], dim=1)
-        for states in (query, key)
-    )
+    query_means, key_means = (segment_means(states.to(dtype), num_landmarks) for states in (query, key))
     return attention_weights(query_means, key_means, None, scaling)
 
 

@@ -10,21 +10,17 @@ import json
 import logging
 from typing import Any
 
-# As nystrom_models.conversion has them; importing it takes seconds, and the parser is made for every command.
-FAMILIES = ("nystromformer", "linformer", "linear_transformer")
-POSITIONS = ("repeat", "interpolate")
-SHARING_MODES = ("none", "headwise", "key_value", "layerwise")
-FEATURE_MAPS = ("elu", "relu", "hedgehog", None)
-HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForCausalLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
+from transformers import AutoConfig
+
+from ..conversion import Matching, convert_checkpoint, converted_config
+from ..conversion.convert import check_output_dir
+from ..conversion.positions import METHODS
+from ..conversion.sources import HEADS
+from ..models.configuration_linear_transformer import FEATURE_MAPS
+from ..models.configuration_linformer import SHARING_MODES
+from ..registration import FAMILIES
+
+FAMILY_NAMES = tuple(family.config_class.model_type for family in FAMILIES)
 
 
 def number_or_none(text: str) -> int | None:
@@ -46,7 +42,7 @@ def feature_map(text: str) -> str | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="A folder or a name on the Hub.")
     parser.add_argument("out", metavar="OUT", help="A folder that is new or empty.")
-    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="What to make (%(default)s).")
+    parser.add_argument("--family", choices=FAMILY_NAMES, default=FAMILY_NAMES[0], help="What to make (%(default)s).")
     parser.add_argument("--max_length", type=int, metavar="N", help="Tokens of the longest sequence.")
     parser.add_argument(
         "--num_landmarks",
@@ -78,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--feature_map",
         type=feature_map,
-        choices=FEATURE_MAPS,
+        choices=(*FEATURE_MAPS, None),
         metavar="{elu,relu,hedgehog,none}",
         default=argparse.SUPPRESS,
         help="Of a linear transformer; hedgehog is learned, and the default here; none for softmax attention.",
@@ -88,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--positions",
-        choices=POSITIONS,
-        default=POSITIONS[0],
+        choices=METHODS,
+        default=METHODS[0],
         help="How there come to be more positions (%(default)s).",
     )
     parser.add_argument(
@@ -104,11 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from transformers import AutoConfig
-
-    from ..conversion import Matching, convert_checkpoint, converted_config
-    from ..conversion.convert import check_output_dir
-
     check_output_dir(arguments.out)
     files: dict[str, Any] = {} if arguments.revision is None else {"revision": arguments.revision}
     given = vars(arguments)

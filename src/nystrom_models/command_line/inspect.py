@@ -8,7 +8,18 @@ pictures, inspection.html; the same as data, inspection.json; and the pictures a
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..checkpoint import load_complete
+from ..models.configuration_nystromformer import NystromformerConfig
+from ..models.modeling_base import BasePreTrainedModel
+from .env import environment
 
 DEFAULT_LENGTH = 512
 
@@ -85,67 +96,26 @@ def _check(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     try:
-        import torch
         from tqdm.auto import tqdm
 
         from ..analysis import NUM_LANDMARKS, inspect_attention
-        from ..analysis.masked_accuracy import masked_accuracy
         from ..analysis.report import attended, content, write_report
-        from ..analysis.texts import longest_row, token_rows
+        from ..analysis.texts import longest_row
         from ..data.files import load_files
     except ImportError as error:
         raise ImportError(f"inspect needs {error.name}: pip install 'nystrom-models[train]'.") from error
-    from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
-
-    from ..models.configuration_nystromformer import NystromformerConfig
-    from ..models.modeling_base import BasePreTrainedModel
-    from .env import environment
-
-    try:
-        device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"--device {arguments.device} cannot be used here: {error}") from error
-    documents = load_files(arguments.text_file, "--text_file")
-    if arguments.text_column_name not in documents.column_names:
-        raise ValueError(
-            f"--text_column_name {arguments.text_column_name} is no column of --text_file, which has "
-            f"{', '.join(documents.column_names)}."
-        )
-    texts = documents[arguments.text_column_name]
+    device = _device(arguments.device)
+    texts = _column(load_files(arguments.text_file, "--text_file"), arguments.text_column_name)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.checkpoint)
-    model_class = AutoModelForMaskedLM if arguments.mlm_accuracy else AutoModel
-    whole = _load(model_class, arguments.checkpoint).to(device)
-    model = whole.get_encoder() if whole.config.is_encoder_decoder else whole.base_model
-    if arguments.mlm_accuracy:
-        if tokenizer.mask_token_id is None or whole.config.is_encoder_decoder:
-            raise ValueError("--mlm_accuracy needs an encoder, and a tokenizer with a mask token.")
-        if isinstance(whole, BasePreTrainedModel) and not isinstance(whole.config, NystromformerConfig):
-            raise ValueError(
-                f"--mlm_accuracy is for attention through landmarks, and {type(whole).__name__} has none."
-            )
-
-    limit = longest_row(model, tokenizer)
-    lengths = sorted(set(arguments.lengths or [min(DEFAULT_LENGTH, limit)]))
-    if lengths[-1] > limit:
-        raise ValueError(f"--lengths names {lengths[-1]}, but the model takes {limit} tokens.")
-    # The singular values, too, want a length.
-    wanted = lengths if lengths[0] <= arguments.max_rows else [arguments.max_rows, *lengths]
-    calls = []
-    for length in wanted:
-        try:
-            rows = token_rows(texts, tokenizer, length, arguments.max_samples)
-        except ValueError as error:
-            raise ValueError(f"--lengths {length}: {error} Give shorter --lengths, or more in --text_file.") from error
-        calls += rows
-    if arguments.token is not None and not -lengths[-1] <= arguments.token < lengths[-1]:
-        raise ValueError(f"--token {arguments.token} is not in a row of {lengths[-1]} tokens.")
+    whole, model = _model(arguments, tokenizer, device)
+    calls = _calls(arguments, texts, tokenizer, longest_row(model, tokenizer))
+    longest = [call for call in calls if call["input_ids"].shape[1] == calls[-1]["input_ids"].shape[1]]
 
     layers = getattr(model.config, "num_hidden_layers", 1)
     with tqdm(total=len(calls) * layers, unit="layer", desc="Inspecting", disable=None) as bar:
         inspection = inspect_attention(
             model,
-            ({name: tensor.to(device) for name, tensor in call.items()} for call in calls),
+            (_on(device, call) for call in calls),
             num_landmarks=arguments.num_landmarks or NUM_LANDMARKS,
             pinv_iterations=arguments.pinv_iterations,
             max_rows=arguments.max_rows,
@@ -154,18 +124,9 @@ def run(arguments: argparse.Namespace) -> None:
             seed=arguments.seed,
             on_layer=bar.update,
         )
-    longest = [call for call in calls if call["input_ids"].shape[1] == lengths[-1]]
     if arguments.mlm_accuracy:
-        numbers = {setting.num_landmarks for setting in inspection.settings if setting.num_landmarks is not None}
-        inspection.mlm = masked_accuracy(
-            whole,
-            [{name: tensor.to(device) for name, tensor in call.items()} for call in longest],
-            [None, *sorted(numbers)],
-            mask_token_id=tokenizer.mask_token_id,
-            special_ids=tokenizer.all_special_ids,
-            pinv_iterations=inspection.main.pinv_iterations or 6,
-            seed=arguments.seed,
-        )
+        rows = [_on(device, call) for call in longest]
+        inspection.mlm = _mlm_accuracy(inspection, whole, tokenizer, rows, arguments.seed)
     token = None
     if arguments.token is not None:
         ids = longest[0]["input_ids"][0]
@@ -190,27 +151,96 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"Written to {paths[0]}, {paths[1].name} and {len(paths) - 2} pictures")
 
 
-def _load(model_class: Any, checkpoint: str) -> Any:
-    """The model in float32, so that what is measured is the approximation and not the rounding.
+def _device(name: str | None) -> torch.device:
+    """The device, tried out."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"--device {name} cannot be used here: {error}") from error
+    return device
 
-    Raises:
-        ValueError: if weights that count are not in the checkpoint, and would be random.
-    """
-    import torch
-    from transformers.utils import logging
 
+def _on(device: torch.device, call: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in call.items()}
+
+
+def _column(documents: Any, name: str) -> Sequence[str]:
+    if name not in documents.column_names:
+        raise ValueError(
+            f"--text_column_name {name} is no column of --text_file, which has {', '.join(documents.column_names)}."
+        )
+    return documents[name]
+
+
+def _model(
+    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model, with its head if masked tokens are to be predicted, and its encoder; in float32, so that what is
+    measured is the approximation and not the rounding."""
+    model_class = AutoModelForMaskedLM if arguments.mlm_accuracy else AutoModel
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # of heads that are left out, it would report each weight
     try:
-        model, info = model_class.from_pretrained(checkpoint, dtype=torch.float32, output_loading_info=True)
+        whole = load_complete(
+            model_class,
+            arguments.checkpoint,
+            "give a whole checkpoint, and one with a masked language modelling head for --mlm_accuracy.",
+        ).to(device)
     finally:
         logging.set_verbosity(verbosity)
-    if missing := sorted(name for name in info["missing_keys"] if "pooler" not in name):
-        raise ValueError(
-            f"{checkpoint} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: give a whole "
-            "checkpoint, and one with a masked language modelling head for --mlm_accuracy."
-        )
-    return model
+    if arguments.mlm_accuracy:
+        if tokenizer.mask_token_id is None or whole.config.is_encoder_decoder:
+            raise ValueError("--mlm_accuracy needs an encoder, and a tokenizer with a mask token.")
+        if isinstance(whole, BasePreTrainedModel) and not isinstance(whole.config, NystromformerConfig):
+            raise ValueError(
+                f"--mlm_accuracy is for attention through landmarks, and {type(whole).__name__} has none."
+            )
+    return whole, whole.get_encoder() if whole.config.is_encoder_decoder else whole.base_model
+
+
+def _calls(
+    arguments: argparse.Namespace, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int
+) -> list[dict[str, Tensor]]:
+    """What the model, which takes `limit` tokens, is called with: rows of every length, the longest last."""
+    from ..analysis.texts import token_rows
+
+    lengths = sorted(set(arguments.lengths or [min(DEFAULT_LENGTH, limit)]))
+    if lengths[-1] > limit:
+        raise ValueError(f"--lengths names {lengths[-1]}, but the model takes {limit} tokens.")
+    if arguments.token is not None and not -lengths[-1] <= arguments.token < lengths[-1]:
+        raise ValueError(f"--token {arguments.token} is not in a row of {lengths[-1]} tokens.")
+    # The singular values, too, want a length.
+    wanted = lengths if lengths[0] <= arguments.max_rows else [arguments.max_rows, *lengths]
+    calls = []
+    for length in wanted:
+        try:
+            calls += token_rows(texts, tokenizer, length, arguments.max_samples)
+        except ValueError as error:
+            raise ValueError(f"--lengths {length}: {error} Give shorter --lengths, or more in --text_file.") from error
+    return calls
+
+
+def _mlm_accuracy(
+    inspection: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, Tensor]],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """`masked_accuracy` with exact attention and with each number of landmarks that was inspected."""
+    from ..analysis.masked_accuracy import masked_accuracy
+
+    numbers = {setting.num_landmarks for setting in inspection.settings if setting.num_landmarks is not None}
+    return masked_accuracy(
+        model,
+        rows,
+        [None, *sorted(numbers)],
+        mask_token_id=tokenizer.mask_token_id,
+        special_ids=tokenizer.all_special_ids,
+        pinv_iterations=inspection.main.pinv_iterations or 6,
+        seed=seed,
+    )
 
 
 def summary(found: dict) -> list[str]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint import load_complete
 from ..models.configuration_base import BaseConfig
 from .onnx import INPUT_NAMES, export_onnx, require_packages
 
@@ -50,13 +50,7 @@ def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrai
                 f"{name} was saved as {config.architectures[0]}, which is no class of this package: say by the task "
                 f"which head is meant ({', '.join(TASKS)})."
             )
-    model, info = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    if missing := sorted(weight for weight in info["missing_keys"] if "pooler" not in weight):
-        raise ValueError(
-            f"{name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}, which would be "
-            "random: choose a task that the checkpoint was trained for."
-        )
-    return model.eval()
+    return load_complete(model_class, name, "choose a task that the checkpoint was trained for.")
 
 
 def model_inputs(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -20,6 +20,7 @@ from ..models.attention_nystrom import (
     nystrom_attention_map,
     nystrom_cross_attention,
     nystrom_cross_attention_map,
+    scaled_query,
 )
 from ..models.self_attention import SelfAttention
 from .masks import key_mask_of, segments_of
@@ -97,12 +98,8 @@ def nystrom_attention_forward(
     _reject_causal(module, query, attention_mask, is_causal)
     if query.shape[0] == 1 and key.shape[0] != 1:
         query = query.expand(key.shape[0], -1, -1, -1)
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    query, key, value = scaled_query(query, scaling), *repeated_groups(query, key, value)
     mask = key_mask_of(attention_mask, query.shape[0], query.shape[2], key.shape[2])
-    factor = 1.0 if scaling is None else scaling * query.shape[3] ** 0.5
-    if abs(factor - 1) > 1e-6:
-        query = query * factor
     if query.shape[2] == key.shape[2]:
         segments = None if attention_mask is None or mask is None else segments_of(attention_mask, mask, settings)
         context = _self_attention(query, key, value, mask, dropout_p=dropout, segments=segments, **settings._asdict())
@@ -113,6 +110,12 @@ def nystrom_attention_forward(
         to_map = nystrom_cross_attention_map
     weights = to_map(query, key, mask, **settings._asdict()) if output_attentions else None
     return context.transpose(1, 2).contiguous(), weights
+
+
+def repeated_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, G, K, D), each group once for every head that shares it: (B, H, K, D)."""
+    groups = query.shape[1] // key.shape[1]
+    return repeat_kv(key, groups), repeat_kv(value, groups)
 
 
 def _self_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

@@ -30,9 +30,15 @@ from torch import Tensor
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-from .masked_attention import Attend, attend, attention_weights, visible_keys
+from .masked_attention import Attend, attend, attention_weights, softmax_attention_map, visible_keys
 from .precise_product import multiply
 from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads, take_tokens
+
+
+def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
+    """The queries (..., D) with which attention by 1 / √D gives that by another factor; None for 1 / √D."""
+    factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
+    return query if abs(factor - 1) <= 1e-6 else query * factor
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
@@ -73,6 +79,12 @@ def segment_sizes(length: int, num_landmarks: int) -> list[int]:
     return [size] * small + [size + 1] * (count - small)
 
 
+def segment_means(states: Tensor, num_landmarks: int) -> Tensor:
+    """Landmarks (..., m, D) of valid states (..., L, D): the means of the segments (eq. 16)."""
+    sizes = segment_sizes(states.shape[-2], num_landmarks)
+    return torch.stack([part.mean(dim=-2) for part in states.split(sizes, dim=-2)], dim=-2)
+
+
 def _nystrom_factors(
     query: Tensor, valid_query: Tensor, valid_key: Tensor, num_landmarks: int | None, pinv_iterations: int
 ) -> tuple[Tensor, Tensor]:
@@ -83,13 +95,7 @@ def _nystrom_factors(
         to_tokens = torch.eye(length, dtype=query.dtype, device=query.device).expand(query.shape[0], length, length)
         return torch.softmax(query @ valid_key.mT * scale, dim=-1), to_tokens
 
-    query_landmarks, key_landmarks = (
-        torch.stack(
-            [part.mean(dim=-2) for part in states.split(segment_sizes(states.shape[-2], num_landmarks), dim=-2)],
-            dim=-2,
-        )
-        for states in (valid_query, valid_key)
-    )
+    query_landmarks, key_landmarks = (segment_means(states, num_landmarks) for states in (valid_query, valid_key))
     f = torch.softmax(query @ key_landmarks.mT * scale, dim=-1)
     pinv = _landmark_pinv(query_landmarks, key_landmarks, None, pinv_iterations)
     b = torch.softmax(query_landmarks @ valid_key.mT * scale, dim=-1)
@@ -169,7 +175,7 @@ def landmark_segments(mask: Tensor, num_landmarks: int) -> Segments:
     return Segments(index, inside, (stop - start).clamp_min(1), exists, lengths.squeeze(-1) <= num_landmarks)
 
 
-def _segment_means(states: Tensor, num_landmarks: int) -> Tensor:
+def _unpadded_means(states: Tensor, num_landmarks: int) -> Tensor:
     """Landmarks (B, H, M, D) of states (B, H, N, D) without padding, N >= M. There are two groups of segments: those
     of s tokens, then those of s + 1.
 
@@ -195,7 +201,7 @@ def _gathered_means(states: Tensor, segments: Segments) -> Tensor:
     heads = states.shape[1]
     tokens = gather_tokens(merge_heads(states), segments.positions)  # (B, M, S, H·D)
     size = segments.size.to(torch.promote_types(tokens.dtype, torch.float32))
-    share = torch.exp2(-torch.ceil(torch.log2(size)))  # as in _segment_means
+    share = torch.exp2(-torch.ceil(torch.log2(size)))  # as in _unpadded_means
     shares = segments.inside.to(tokens.dtype) * share[..., None].to(tokens.dtype)  # (B, M, S)
     sums = (shares.unsqueeze(-2) @ tokens).squeeze(-2)
     means = sums.to(size.dtype) / (share * size)[..., None]
@@ -240,6 +246,22 @@ class Landmarks(NamedTuple):
     segments: Segments | None
 
 
+def _landmarks_of(
+    states: Tensor, mask: Tensor | None, num_landmarks: int, segments: Segments | None = None
+) -> tuple[Tensor, Segments | None]:
+    """Landmarks (B, H, M, D) of states (B, H, N, D), and their segments; None where all rows have more than M.
+
+    segments: those of the mask, if they are known. Without a mask they count only while a graph is recorded.
+    """
+    if mask is None and is_tracing(states):
+        # The graph must hold for lengths on both sides of M.
+        mask = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool, device=states.device)
+    if mask is None:
+        return _unpadded_means(states, num_landmarks), None
+    segments = landmark_segments(mask, num_landmarks) if segments is None else segments
+    return _gathered_means(states, segments), segments
+
+
 def _landmarks(
     query: Tensor,
     key: Tensor,
@@ -248,18 +270,11 @@ def _landmarks(
     pinv_iterations: int,
     segments: Segments | None,
 ) -> Landmarks:
-    if mask is None and is_tracing(query):
-        # The graph must hold for lengths on both sides of M.
-        mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-    if mask is None:
-        query_landmarks, key_landmarks = (_segment_means(states, num_landmarks) for states in (query, key))
-        exists = None
-    else:
-        segments = landmark_segments(mask, num_landmarks) if segments is None else segments
-        query_landmarks, key_landmarks = (_gathered_means(states, segments) for states in (query, key))
-        exists = segments.exists
+    query_landmarks, segments = _landmarks_of(query, mask, num_landmarks, segments)
+    key_landmarks, _ = _landmarks_of(key, mask, num_landmarks, segments)
+    exists = None if segments is None else segments.exists
     pinv = _landmark_pinv(query_landmarks, key_landmarks, exists, pinv_iterations)
-    return Landmarks(query_landmarks, key_landmarks, pinv, segments if mask is not None else None)
+    return Landmarks(query_landmarks, key_landmarks, pinv, segments)
 
 
 def _is_exact(query: Tensor, num_landmarks: int | None) -> bool:
@@ -332,21 +347,21 @@ def nystrom_attention_map(
 
     Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N where rows are given.
     """
-    wanted = query if rows is None else take_tokens(query, rows)
     if _is_exact(query, num_landmarks):
-        f, to_tokens = attention_weights(wanted, key, visible_keys(mask)), None
-    else:
-        landmarks = _landmarks(query, key, mask, num_landmarks, pinv_iterations, segments)
-        b = attention_weights(landmarks.query, key, visible_keys(mask))
-        to_tokens = landmarks.pinv @ b.to(landmarks.pinv.dtype)  # A⁺ B
-        segments = landmarks.segments
-        if segments is not None:
-            places = torch.arange(key.shape[2], device=key.device)
-            own = (segments.positions[:, :, :1] == places) & segments.exists[..., None]  # (B, M, N)
-            to_tokens = torch.where(segments.exact[:, None, None, None], own[:, None].to(to_tokens.dtype), to_tokens)
-        f = attention_weights(wanted, landmarks.key, visible_keys(None if segments is None else segments.exists))
+        weights = softmax_attention_map(query, key, mask, rows=rows)
+        return torch.dropout(weights, dropout_p, train=dropout_p > 0)
+    wanted = query if rows is None else take_tokens(query, rows)
+    landmarks = _landmarks(query, key, mask, num_landmarks, pinv_iterations, segments)
+    b = attention_weights(landmarks.query, key, visible_keys(mask))
+    to_tokens = landmarks.pinv @ b.to(landmarks.pinv.dtype)  # A⁺ B
+    segments = landmarks.segments
+    if segments is not None:
+        places = torch.arange(key.shape[2], device=key.device)
+        own = (segments.positions[:, :, :1] == places) & segments.exists[..., None]  # (B, M, N)
+        to_tokens = torch.where(segments.exact[:, None, None, None], own[:, None].to(to_tokens.dtype), to_tokens)
+    f = attention_weights(wanted, landmarks.key, visible_keys(None if segments is None else segments.exists))
     f = torch.dropout(f, dropout_p, train=dropout_p > 0)
-    attention_map = f if to_tokens is None else f @ to_tokens.to(f.dtype)
+    attention_map = f @ to_tokens.to(f.dtype)
     return attention_map if mask is None else attention_map.masked_fill(~mask[:, None, None], 0)
 
 
@@ -415,16 +430,6 @@ def nystrom_cross_attention(
         seen = attend(query_landmarks, key, value, key_mask, dropout_p)
     landmark = torch.arange(query.shape[2], device=query.device).clamp_max(num_landmarks - 1)
     return torch.where(query_segments.exact[:, None, None, None], seen.index_select(2, landmark), context)
-
-
-def _landmarks_of(states: Tensor, mask: Tensor | None, num_landmarks: int) -> tuple[Tensor, Segments | None]:
-    """Landmarks (B, H, M, D) of states (B, H, N, D), and their segments; None where all rows have more than M."""
-    if mask is None and is_tracing(states):
-        mask = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool, device=states.device)
-    if mask is None:
-        return _segment_means(states, num_landmarks), None
-    segments = landmark_segments(mask, num_landmarks)
-    return _gathered_means(states, segments), segments
 
 
 def nystrom_cross_attention_map(

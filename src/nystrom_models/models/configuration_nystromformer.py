@@ -63,7 +63,8 @@ class NystromformerConfig(BaseConfig):
                 f"num_landmarks={landmarks} has {len(landmarks)} numbers for num_hidden_layers="
                 f"{self.num_hidden_layers}: give one a layer, or a single number for all."
             )
-        if any(number is not None and number < 1 for number in self.landmarks_by_layer):
+        numbers = landmarks if isinstance(landmarks, list) else [landmarks]
+        if any(number is not None and number < 1 for number in numbers):
             raise ValueError(f"num_landmarks={landmarks} must be at least 1 (64 in the paper), or None for softmax.")
         require_positive("segment_means_seq_len", self.segment_means_seq_len)
         if self.pinv_iterations < 1:
@@ -71,8 +72,8 @@ class NystromformerConfig(BaseConfig):
 
     @property
     def landmarks_by_layer(self) -> list[int | None]:
-        """M of each layer; of a single number, one entry for all."""
-        return self.num_landmarks if isinstance(self.num_landmarks, list) else [self.num_landmarks]
+        """M of each layer."""
+        return [self.layer_num_landmarks(index) for index in range(self.num_hidden_layers)]
 
     def layer_num_landmarks(self, layer_idx: int) -> int | None:
         """M of the layer `layer_idx`; None for exact attention."""

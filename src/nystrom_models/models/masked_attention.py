@@ -70,14 +70,20 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: 
 
 
 def softmax_attention_map(
-    query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, causal: bool = False, rows: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    rows: Tensor | None = None,
+    scaling: float | None = None,
 ) -> Tensor:
     """The weights of exact attention, (B, H, R or N, N), zero in the columns of invalid tokens.
 
     Args:
         query, key: (B, H, N, D). key_mask: (B, N) bool or None for all valid.
         causal: whether to tokens up to themselves alone. rows: (R,) or (B, R) int64, the tokens whose rows are wanted;
-            None for all.
+            None for all. scaling: of the scores, 1 / √D by default.
     """
     visible = visible_keys(key_mask)
     query = query if rows is None else take_tokens(query, rows)
@@ -86,7 +92,7 @@ def softmax_attention_map(
         earlier = torch.arange(key.shape[2], device=key.device) <= tokens[..., None]
         earlier = earlier[:, None] if tokens.dim() == 2 else earlier
         visible = earlier if visible is None else visible & earlier
-    weights = attention_weights(query, key, visible)
+    weights = attention_weights(query, key, visible, scaling)
     return weights if key_mask is None else weights.masked_fill(~key_mask[:, None, None], 0)
 
 

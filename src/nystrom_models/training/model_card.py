@@ -104,11 +104,10 @@ def limits_of(config: BaseConfig) -> list[str]:
             f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."
         )
     if isinstance(config, NystromformerConfig):
-        if config.num_landmarks is not None:
-            fewest = min(number for number in config.landmarks_by_layer if number is not None)
+        if numbers := [number for number in config.landmarks_by_layer if number is not None]:
             limits.append(
-                f"Inputs of more than {fewest} tokens get an approximation of softmax attention through "
-                f"{span(config.num_landmarks)} landmarks; shorter ones get it exactly."
+                f"Inputs of more than {min(numbers)} tokens get an approximation of softmax attention through "
+                f"{span(numbers)} landmarks; shorter ones get it exactly."
             )
         limits.append(
             "Loaded without `nystrom_models` and without `trust_remote_code=True`, it becomes Transformers' own class "

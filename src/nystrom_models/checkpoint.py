@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint for one look: in float32, and never with weights that are random."""
+
+import os
+from typing import Any
+
+import torch
+
+
+def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any:
+    """`model_class.from_pretrained(name)` in float32, in evaluation mode.
+
+    A pooler may be missing: checkpoints of masked language models have none, and no prediction goes through it.
+
+    Args:
+        model_class: a model's or an Auto class.
+        name: a folder or a name on the Hub.
+        advice: what the user can do about missing weights, which ends the message.
+
+    Raises:
+        ValueError: if other weights are not in the checkpoint, and would be random.
+    """
+    model, info = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(weight for weight in info["missing_keys"] if "pooler" not in weight):
+        raise ValueError(
+            f"{name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}, which would be "
+            f"random: {advice}"
+        )
+    return model.eval()
