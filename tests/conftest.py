@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,15 +65,19 @@ def fresh_state():
 def clean_python(tmp_path_factory):
     """The Python of a new virtual environment that sees the installed packages, but not this one.
 
-    A path file leads to the packages; path files of other environments, as an editable install's, are not followed.
+    A path file leads to links to the packages; path files beside them, as an editable install's, are not followed.
     """
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
-    with open(os.path.join(site, "packages.pth"), "w") as file:
-        file.write(sysconfig.get_path("purelib") + "\n")
+    packages = folder / "packages"
+    packages.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith("nystrom_models"):
+            (packages / entry.name).symlink_to(entry)
+    Path(site, "packages.pth").write_text(f"{packages}\n")
     return python
 
 

@@ -110,7 +110,9 @@ def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, 
 
 
 def test_a_process_that_is_alone_already(monkeypatch):
-    # Not in the state that a test before has left, in half precision for instance.
+    # Not in the state that a test before has left, in half precision for instance, nor with its variables.
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE", "MASTER"))]:
+        monkeypatch.delenv(name)
     AcceleratorState._reset_state(reset_partial_state=True)
     create_accelerator()
     monkeypatch.setenv("WORLD_SIZE", "2")

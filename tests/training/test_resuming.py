@@ -40,7 +40,7 @@ def test_every_flag_has_a_rule():
     assert flags - rules == {
         *("seed", "streaming", "shuffle_buffer_size", "max_length", "block_size", "sentence_order", "mlm_probability"),
         *("whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "tokens_per_step"),
-        "group_by_length",
+        *("group_by_length", "optim"),
     }
     assert not identity.MAY_CHANGE & identity.WARNED and not identity.PLACES & identity.MAY_CHANGE
 
@@ -147,3 +147,12 @@ def test_another_batch_is_refused(tokenizer, examples, tmp_path):
     assert progress["position"] == {"rows": 48} and progress["settings"]["an optimizer step"] == "8 rows"
     with pytest.raises(ValueError, match="an optimizer step was 8 rows and is 16 rows"):
         identity.compare(progress["settings"], {**progress["settings"], "an optimizer step": "16 rows"}, "x")
+
+
+def test_a_checkpoint_from_before_a_flag(recwarn):
+    before = settings()
+    del before["optim"]
+    identity.compare(before, settings(), "checkpoint-4")
+    with pytest.raises(ValueError, match="--optim was adamw and is muon"):
+        identity.compare(before, settings(optimization={"optim": "muon"}), "checkpoint-4")
+    assert not recwarn

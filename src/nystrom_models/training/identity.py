@@ -51,6 +51,9 @@ WARNED = frozenset(
     " versions".split()
 )
 
+# What runs did before there was a flag.
+BEFORE_THE_FLAG = {"optim": "adamw"}
+
 _PACKAGES = ("torch", "transformers", "accelerate")
 _SAMPLED_BLOCKS, _ROWS_OF_A_BLOCK = 250, 1000
 
@@ -157,7 +160,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) ->
     refused: list[str] = []
     warned: list[str] = []
     for name in dict.fromkeys([*saved, *current]):
-        before, now = saved.get(name), current.get(name)
+        before, now = saved.get(name, BEFORE_THE_FLAG.get(name)), current.get(name)
         if before == now or name in MAY_CHANGE:
             continue
         (warned if name in WARNED else refused).extend(_differences(name, before, now))

@@ -31,7 +31,7 @@ from .identity import compare, run_settings
 from .objectives import Batch, Objective
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler, set_schedule_step
 from .results import read_json_lines, write_json
-from .saving import save_pretrained
+from .saving import SHARDED, save_pretrained
 from .scores import Sums
 from .selection import Best, Goal
 from .signals import Signals
@@ -143,6 +143,10 @@ class TrainingLoop:
         self.settings = settings if settings is not None else run_settings(args)
         self.settings = {"an optimizer step": loader.step_size(processes), **self.settings}
 
+        if args.optim == "muon" and accelerator.distributed_type in SHARDED:
+            raise ValueError(
+                f"--optim muon needs whole matrices, and {accelerator.distributed_type.value} divides them: use adamw."
+            )
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             # It wants to know what it does not see, rows of one micro-batch, and clips gradients itself.
             config = accelerator.state.deepspeed_plugin.deepspeed_config

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from transformers import SchedulerType, get_scheduler
 
+from .muon import MuonAndAdamW, layer_matrices
+
 # These schedules depend on measured values, not on the step.
 _UNSUPPORTED = {"reduce_lr_on_plateau", "greedy"}
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = tuple(kind.value for kind in SchedulerType if kind.value not in _UNSUPPORTED)
 
 
@@ -32,10 +35,15 @@ class OptimizationArguments:
         default=False,
         metadata={"help": "With --tokens_per_step: steps consist of rows of similar length, which saves padding."},
     )
-    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
-    weight_decay: float = field(
-        default=0.01, metadata={"help": "Weight decay of AdamW; biases and layer norms get none."}
+    optim: str = field(
+        default="adamw",
+        metadata={
+            "help": "adamw, or muon: Muon for the matrices of the layers and AdamW for all else, at the same learning "
+            "rate. Small models learn from fewer tokens by it."
+        },
     )
+    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
+    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay; biases and layer norms get none."})
     adam_beta1: float = field(default=0.9, metadata={"help": "First-moment decay of AdamW."})
     adam_beta2: float = field(default=0.999, metadata={"help": "Second-moment decay of AdamW."})
     adam_epsilon: float = field(default=1e-6, metadata={"help": "Epsilon of AdamW."})
@@ -76,6 +84,8 @@ class OptimizationArguments:
             )
         if self.max_skipped_steps < 0:
             raise ValueError(f"--max_skipped_steps must be at least 0, but is {self.max_skipped_steps}.")
+        if self.optim not in OPTIMIZERS:
+            raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}, but is {self.optim}.")
         if self.lr_scheduler_type not in SCHEDULES:
             raise ValueError(
                 f"--lr_scheduler_type must be one of {', '.join(SCHEDULES)}, but is {self.lr_scheduler_type}."
@@ -102,20 +112,28 @@ class OptimizationArguments:
         return options
 
 
-def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.optim.AdamW:
-    """AdamW. Only matrices get weight decay; biases, layer norms and other vectors get none."""
+def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.optim.Optimizer:
+    """AdamW, or Muon and AdamW. Only matrices get weight decay; biases, layer norms and other vectors get none.
+
+    Raises:
+        ValueError: if Muon finds no matrix that it is for.
+    """
+    matrices = layer_matrices(model) if args.optim == "muon" else []
+    if args.optim == "muon" and not matrices:
+        raise ValueError(
+            f"--optim muon is for the matrices of layers, and {type(model).__name__} has none to train: use adamw."
+        )
+    taken = set(map(id, matrices))
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) not in taken:
             (decay if parameter.ndim > 1 else no_decay).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": decay, "weight_decay": args.weight_decay}, {"params": no_decay, "weight_decay": 0.0}],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        fused=True,
-    )
+    groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    options: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "fused": True}
+    if args.optim == "muon":
+        return MuonAndAdamW(matrices, groups, args.learning_rate, args.weight_decay, options)
+    return torch.optim.AdamW(groups, lr=args.learning_rate, **options)
 
 
 def create_scheduler(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def bare_model(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
@@ -28,7 +28,7 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
         FloatingPointError: if one of them is not finite.
     """
     bare = bare_model(accelerator, model)
-    sharded = accelerator.distributed_type in _SHARDED
+    sharded = accelerator.distributed_type in SHARDED
     state = accelerator.get_state_dict(model) if sharded else bare.state_dict()
     if accelerator.is_main_process:
         names = set(bare.state_dict())

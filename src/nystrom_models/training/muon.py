@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon for the matrices of the layers and AdamW for all else, as one optimizer."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained weights of linear layers inside lists of modules, where models of Transformers have their layers.
+
+    Embeddings, heads and poolers are outside; Muon is not made for them. Convolutions, projections of the tokens and
+    feature maps are no linear layers.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList):
+            for module in layers.modules():
+                weight = getattr(module, "weight", None)
+                if isinstance(module, nn.Linear) and isinstance(weight, nn.Parameter) and weight.requires_grad:
+                    found[id(weight)] = weight
+    return list(found.values())
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """PyTorch's `Muon` (Jordan et al. 2024) for matrices, and its `AdamW` for groups of other parameters.
+
+    Muon's rate is scaled to AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982, eq. 4),
+    so that one learning rate and one weight decay serve both.
+
+    Args:
+        matrices: parameters of two dimensions.
+        others: parameter groups of AdamW, with their options.
+        lr: learning rate of both. weight_decay: of the matrices.
+        adamw: further options of AdamW.
+
+    Groups and state are those of the two optimizers, so that schedules, checkpoints and Accelerate see one.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        others: Iterable[Mapping[str, Any]],
+        lr: float,
+        weight_decay: float,
+        adamw: Mapping[str, Any],
+    ):
+        self.parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([dict(group) for group in others], lr=lr, **adamw),
+        )
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """The parts step the groups and the state of the whole."""
+        groups = list(self.param_groups)
+        for part in self.parts:
+            count = len(part.param_groups)
+            part.param_groups, groups = groups[:count], groups[count:]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both. closure: computes loss and gradients again, once for both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss

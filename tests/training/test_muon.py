@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon beside AdamW: each steps its own parameters, and both together are one optimizer to a run."""
+
+import copy
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM
+
+from nystrom_models.data import PretrainingCollator
+from nystrom_models.data.loading import RowLoader
+from nystrom_models.training import OptimizationArguments, create_accelerator, create_optimizer, train
+from nystrom_models.training.checkpoints import CheckpointArguments
+from nystrom_models.training.muon import MuonAndAdamW, layer_matrices
+from nystrom_models.training.objectives import PretrainingObjective
+from tests.models.options import TINY, make_model
+from tests.training.models import tiny_model
+
+OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "optim": "muon"}
+
+
+def set_gradients(*models):
+    """The same ones to each, drawn anew."""
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        gradient = torch.randn_like(parameters[0])
+        for parameter in parameters:
+            parameter.grad = gradient.clone()
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-none", "linear-hedgehog"])
+def test_the_matrices_of_the_layers_are_muons(option):
+    model = make_model(option, "ForPreTraining")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen = {names[id(parameter)] for parameter in layer_matrices(model)}
+    kinds = ("query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense")
+    assert len(chosen) == 2 * len(kinds)
+    assert all("encoder.layer." in name and name.removesuffix(".weight").endswith(kinds) for name in chosen)
+
+
+def test_of_another_package():
+    model = BertForMaskedLM(BertConfig(**TINY))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(names[id(parameter)].startswith("bert.encoder.layer.") for parameter in layer_matrices(model))
+    assert len(layer_matrices(model)) == 6 * model.config.num_hidden_layers
+
+
+def test_steps_are_those_of_either_optimizer():
+    """Before and after the state was saved and loaded."""
+    model = make_model("linformer-none", "ForPreTraining")
+    alone = copy.deepcopy(model)
+    optimizer = create_optimizer(model, OptimizationArguments(**OPTIONS))
+    matrices = layer_matrices(alone)
+    rest = [p for p in alone.parameters() if not any(p is matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [
+        {"params": [p for p in rest if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, eps=1e-6, fused=True)
+    for step in range(4):
+        set_gradients(model, alone)
+        rate = 1e-2 / (1 + step)
+        for part in (optimizer, muon, adamw):
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+        if step == 1:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = create_optimizer(model, OptimizationArguments(**OPTIONS))
+            optimizer.load_state_dict(state)
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours, theirs), (step, name)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def run(tokenizer, examples, folder, **options):
+    torch.manual_seed(0)
+    model = tiny_model("nystromformer", tokenizer)
+    train(
+        create_accelerator(),
+        model,
+        PretrainingObjective(),
+        RowLoader(examples, PretrainingCollator(tokenizer), 8),
+        OptimizationArguments(8, max_train_steps=6, optim="muon", learning_rate=1e-3),
+        checkpoints=CheckpointArguments(str(folder), 2, **options),
+    )
+    return model
+
+
+def test_a_resumed_run_is_the_whole_one(tokenizer, examples, tmp_path):
+    expected = run(tokenizer, examples, tmp_path).state_dict()
+    resumed = run(tokenizer, examples, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for name, tensor in resumed.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_what_it_is_not_for(tokenizer, examples, monkeypatch):
+    with pytest.raises(ValueError, match="--optim must be one of adamw, muon, but is sgd"):
+        OptimizationArguments(optim="sgd")
+    with pytest.raises(ValueError, match=r"--optim muon is for the matrices of layers, and Linear has none"):
+        create_optimizer(nn.Linear(2, 2), OptimizationArguments(optim="muon"))
+    frozen = make_model("linformer-none")
+    for matrix in layer_matrices(frozen)[1:]:
+        matrix.requires_grad_(False)
+    assert len(create_optimizer(frozen, OptimizationArguments(optim="muon")).param_groups[0]["params"]) == 1
+    accelerator = create_accelerator()
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ValueError, match="--optim muon needs whole matrices, and FSDP divides them: use adamw"):
+        train(
+            accelerator,
+            tiny_model("linformer", tokenizer),
+            PretrainingObjective(),
+            RowLoader(examples, PretrainingCollator(tokenizer), 8),
+            OptimizationArguments(8, max_train_steps=1, optim="muon"),
+        )
+
+
+def test_it_is_one_optimizer():
+    optimizer = create_optimizer(make_model("linformer-none"), OptimizationArguments(**OPTIONS))
+    assert isinstance(optimizer, MuonAndAdamW) and len(optimizer.param_groups) == 3
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert {group["lr"] for part in optimizer.parts for group in part.param_groups} == {5e-3} and schedule
+    losses = []
+    assert optimizer.step(lambda: losses.append(1) or 7.0) == 7.0 and losses == [1]
