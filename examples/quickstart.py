@@ -25,8 +25,9 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser, 
 from nystrom_models import LinformerConfig, NystromformerConfig
 from nystrom_models.data import TextBatches, eval_dataloader, load_docstrings, pretraining_dataset, train_tokenizer
 from nystrom_models.training import OptimizationArguments
-from nystrom_models.training.finetuning import FinetuningArguments, finetune
+from nystrom_models.training.finetuning import finetune
 from nystrom_models.training.pretraining import EVAL_MLM_PROBABILITY, PretrainingArguments, pretrain
+from nystrom_models.training.text_classification import TextClassificationArguments
 
 # In the manner of docstrings. What a reader would fill in: list; true; number; be; to; of.
 SENTENCES = (
@@ -161,7 +162,7 @@ def fill_masks(checkpoint: Path, sentences: Sequence[str]) -> None:
 
 def finetune_family(family: str, documents: DatasetDict, args: QuickstartArguments) -> dict[str, float]:
     """Fine-tunes the pretrained model to name the package of a docstring, and returns its held-out scores."""
-    arguments = FinetuningArguments(
+    arguments = TextClassificationArguments(
         model_name_or_path=str(Path(args.output_dir, family, "pretrained")),
         output_dir=str(Path(args.output_dir, family, "classifier")),
         train_file=["docstrings of the installed packages"],  # for the model card

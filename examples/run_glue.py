@@ -20,14 +20,15 @@ from datasets import Dataset
 from nystrom_models.data.glue import GLUE_REPOSITORY, GLUE_TASKS, load_glue
 from nystrom_models.data.glue_files import find_glue_files, load_glue_files
 from nystrom_models.training.arguments import parse_arguments
-from nystrom_models.training.finetuning import FinetuningArguments, FinetuningOptimizationArguments, finetune
+from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
 from nystrom_models.training.glue import finetune_glue
 from nystrom_models.training.grid import finetune_grid
 from nystrom_models.training.splits import load_data, load_splits
+from nystrom_models.training.text_classification import TextClassificationArguments
 
 
 @dataclass(kw_only=True)
-class GlueArguments(FinetuningArguments):
+class GlueArguments(TextClassificationArguments):
     """What GLUE needs besides."""
 
     task_name: str | None = field(

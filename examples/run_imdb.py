@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from nystrom_models.training.arguments import parse_arguments
-from nystrom_models.training.finetuning import FinetuningArguments, FinetuningOptimizationArguments, finetune
+from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
 from nystrom_models.training.grid import finetune_grid
 from nystrom_models.training.splits import load_data
+from nystrom_models.training.text_classification import TextClassificationArguments
 
 
 @dataclass(kw_only=True)
-class ImdbArguments(FinetuningArguments):
+class ImdbArguments(TextClassificationArguments):
     """IMDB unless other data are named."""
 
     def __post_init__(self):

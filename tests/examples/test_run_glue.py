@@ -183,8 +183,8 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--keep_best_only", "of a --grid"),
         ("--eval_strategy no --load_best_model_at_end", "--eval_strategy epoch"),
         (
-            "--task_name mrpc --train_file {train} --validation_file {train} --metric_for_best_model recall",
-            "Nothing is known of the metric 'recall'",
+            "--task_name mrpc --train_file {train} --validation_file {train} --metric_for_best_model bleu",
+            "Nothing is known of the metric 'bleu'",
         ),
         ("--task_name mrpc --do_regression", "leave out"),
         ("--task_name mrpc --train_file {train}", "--validation_file"),

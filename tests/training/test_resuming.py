@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from nystrom_models import NystromformerConfig
 from nystrom_models.training import OptimizationArguments, identity
 from nystrom_models.training.causal import CausalArguments
-from nystrom_models.training.finetuning import FinetuningArguments
 from nystrom_models.training.pretraining import PretrainingArguments
+from nystrom_models.training.text_classification import TextClassificationArguments
+from nystrom_models.training.token_classification import TokenClassificationArguments
 from tests.training.models import tiny_model
 from tests.training.test_checkpoints import short_run
 
@@ -34,13 +35,16 @@ def test_every_flag_has_a_rule():
     rules = identity.HOUSEKEEPING | identity.SHOWN_BY_CONTENT | identity.MAY_CHANGE | identity.WARNED
     flags = {
         field.name
-        for part in (PretrainingArguments, CausalArguments, FinetuningArguments, OptimizationArguments)
+        for part in (
+            *(PretrainingArguments, CausalArguments, OptimizationArguments),
+            *(TextClassificationArguments, TokenClassificationArguments),
+        )
         for field in dataclasses.fields(part)
     }
     assert flags - rules == {
-        *("seed", "streaming", "shuffle_buffer_size", "max_length", "block_size", "sentence_order", "mlm_probability"),
-        *("whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "tokens_per_step"),
-        *("group_by_length", "optim"),
+        *("seed", "streaming", "shuffle_buffer_size", "max_length", "max_seq_length", "block_size", "sentence_order"),
+        *("mlm_probability", "whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        *("tokens_per_step", "group_by_length", "optim"),
     }
     assert not identity.MAY_CHANGE & identity.WARNED and not identity.PLACES & identity.MAY_CHANGE
 

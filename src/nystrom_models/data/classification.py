@@ -10,7 +10,9 @@ import torch
 from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-TruncationStrategy = Literal["head", "tail", "head_tail"]
+from .windows import window_starts
+
+TruncationStrategy = Literal["head", "tail", "head_tail", "windows"]
 
 
 @dataclass(frozen=True)
@@ -83,18 +85,12 @@ def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = No
     return {label: i for i, label in enumerate(labels)}
 
 
-def _truncate(rows: dict[str, list[list[int]]], max_length: int, strategy: TruncationStrategy) -> None:
-    """Keeps the special tokens at both ends of each row, and of the others the last ones, or half of each end."""
-    for i, special in enumerate(rows["special_tokens_mask"]):
-        length = len(special)
-        if length > max_length:
-            start = special.index(0)
-            end = length - special[::-1].index(0)
-            budget = max_length - start - (length - end)
-            head = budget // 2 if strategy == "head_tail" else 0
-            kept = [*range(start + head), *range(end - (budget - head), length)]
-            for name in rows:
-                rows[name][i] = [rows[name][i][k] for k in kept]
+def _kept(length: int, size: int, strategy: TruncationStrategy, overlap: int) -> list[list[int]]:
+    """Which of `length` tokens are read, `size` of them at a time: the tail, half of each end, or all in windows."""
+    if strategy == "windows":
+        return [list(range(start, min(start + size, length))) for start in window_starts(length, size, overlap)]
+    head = size // 2 if strategy == "head_tail" else 0
+    return [[*range(head), *range(length - (size - head), length)]]
 
 
 def classification_dataset(
@@ -111,6 +107,7 @@ def classification_dataset(
     load_from_cache_file: bool = True,
     desc: str = "Tokenizing",
     where: str = "the data set",
+    doc_stride: int = 0,
 ) -> Dataset:
     """Tokenized rows with a label.
 
@@ -122,33 +119,37 @@ def classification_dataset(
         label_column: the label; `None` leaves labels out.
         label_names: the classes in the order of their ids, or a mapping from label to id; if None, labels are ids.
         regression: the label is a number.
-        truncation_strategy: which part of a text that is too long is kept: `"head"`, `"tail"`, or `"head_tail"`, half
-            of each.
+        truncation_strategy: what is read of a text that is too long: `"head"`, `"tail"`, `"head_tail"`, half of each;
+            or `"windows"`, all of it in several rows, each with the text's label.
         label_delimiter: a row has several labels: a list, or a text that is split at this delimiter. Needs
             `label_names`.
         num_proc: processes of `datasets.Dataset.map`.
         load_from_cache_file: whether its cached result is used.
         desc: text beside the progress bar.
         where: the name of the data set in error messages.
+        doc_stride: tokens that neighbouring windows share, as in Transformers' example scripts. The last window of a
+            text is as long as the others and may share more.
 
     Returns:
         Columns `input_ids`, `token_type_ids`, `attention_mask`, `labels` (class ids; floats for regression; a 1.0 or
-        0.0 for each class where a row has several labels), `length` and `index`, the number of the row.
+        0.0 for each class where a row has several labels), `length`, `index`, the number of the row, `document`, the
+        number of its text, and `truncated`, whether the text is longer than `max_length`.
 
     Raises:
-        ValueError: if a column does not exist, has another type or lacks a value, a label is not in `label_names`, or
-            a pair should be truncated elsewhere than at its end.
+        ValueError: if a column does not exist, has another type or lacks a value, a label is not in `label_names`, a
+            pair should be truncated elsewhere than at its end, or `doc_stride` leaves no room for new tokens.
     """
     text_columns = [text_column] if isinstance(text_column, str) else list(text_column)
     ids = label_names if isinstance(label_names, Mapping) or label_names is None else None
     if label_names is not None and ids is None:
         ids = {name: i for i, name in enumerate(label_names)}
-    _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, where)
+    _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, doc_stride, where)
     if label_column is not None:
         _check_labels(dataset, label_column, ids, regression, label_delimiter, where)
 
     def build_rows(batch, indices):
-        rows = _tokenized([batch[column] for column in text_columns], tokenizer, max_length, truncation_strategy)
+        texts = [batch[column] for column in text_columns]
+        rows = _tokenized(texts, tokenizer, max_length, truncation_strategy, doc_stride)
         if label_column is not None:
             labels = batch[label_column]
             if regression:
@@ -161,20 +162,23 @@ def classification_dataset(
                     labels = [ids[label] for label in labels]
                 else:
                     labels = [[float(name in row) for name in ids] for row in map(set, labels)]
-            rows["labels"] = labels
+            rows["labels"] = [labels[i] for i in rows["document"]]
         rows["length"] = [len(row) for row in rows["input_ids"]]
-        rows["index"] = indices
+        rows["document"] = [indices[i] for i in rows["document"]]
         return rows
 
-    return dataset.map(
+    rows = dataset.map(
         build_rows,
         batched=True,
+        # Of a long text, all tokens are in memory unless the tokenizer cuts it.
+        batch_size=1000 if truncation_strategy == "head" else 100,
         with_indices=True,
         remove_columns=dataset.column_names,
         num_proc=num_proc,
         load_from_cache_file=load_from_cache_file,
         desc=desc,
     )
+    return rows.add_column("index", range(len(rows)))
 
 
 def _check_texts(
@@ -183,6 +187,7 @@ def _check_texts(
     max_length: int,
     text_columns: Sequence[str],
     truncation_strategy: TruncationStrategy,
+    doc_stride: int,
     where: str,
 ) -> None:
     """Raises the errors of [`classification_dataset`] about texts and their length."""
@@ -190,8 +195,14 @@ def _check_texts(
         raise ValueError(f"One or two text columns are needed, but they are {text_columns}.")
     if truncation_strategy != "head" and len(text_columns) > 1:
         raise ValueError(f"Pairs of texts need --truncation_strategy head, but it is {truncation_strategy}.")
-    if max_length <= tokenizer.num_special_tokens_to_add(pair=len(text_columns) > 1):
+    room = max_length - tokenizer.num_special_tokens_to_add(pair=len(text_columns) > 1)
+    if room < 1:
         raise ValueError(f"--max_length must leave room for text beside special tokens, but is {max_length}.")
+    if truncation_strategy == "windows" and doc_stride >= room:
+        raise ValueError(
+            f"--doc_stride must be less than {room}, the tokens of a text in a window of --max_length {max_length}, "
+            f"but is {doc_stride}."
+        )
     for column in text_columns:
         require_column(dataset, column, where)
         if (dtype := dataset.features[column].dtype) not in ("string", "large_string"):
@@ -228,22 +239,47 @@ def _tokenized(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     truncation_strategy: TruncationStrategy,
+    doc_stride: int,
 ) -> dict[str, list]:
-    """The tokenizer's columns of one or two columns of texts, truncated."""
-    by_tokenizer = truncation_strategy == "head"
-    rows = dict(
-        tokenizer(
-            *texts,
-            truncation=by_tokenizer,
-            max_length=max_length if by_tokenizer else None,
-            return_special_tokens_mask=not by_tokenizer,
-            verbose=False,
-        )
-    )
-    if not by_tokenizer:
-        _truncate(rows, max_length, truncation_strategy)
-        del rows["special_tokens_mask"]
+    """The tokenizer's columns of one or two columns of texts, truncated; besides, `document` and `truncated`."""
+    if truncation_strategy == "head":
+        return _cut_by_tokenizer(texts, tokenizer, max_length)
+    whole = dict(tokenizer(*texts, truncation=False, return_special_tokens_mask=True, verbose=False))
+    masks = whole.pop("special_tokens_mask")
+    rows: dict[str, list] = {name: [] for name in (*whole, "document", "truncated")}
+    for i, special in enumerate(masks):
+        parts, truncated = [list(range(len(special)))], len(special) > max_length
+        if truncated:
+            # The special tokens at both ends stay.
+            start, end = special.index(0), len(special) - special[::-1].index(0)
+            room = max_length - start - (len(special) - end)
+            parts = [
+                [*range(start), *(start + k for k in part), *range(end, len(special))]
+                for part in _kept(end - start, room, truncation_strategy, doc_stride)
+            ]
+        for part in parts:
+            for name, values in whole.items():
+                rows[name].append([values[i][k] for k in part])
+            rows["document"].append(i)
+            rows["truncated"].append(truncated)
     return rows
+
+
+def _cut_by_tokenizer(
+    texts: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> dict[str, list]:
+    """As [`_tokenized`]; of a pair, the longer text is cut first."""
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length, verbose=False)
+    rows = dict(encoded)
+    full = [i for i, row in enumerate(rows["input_ids"]) if len(row) >= max_length]
+    if encoded.is_fast:
+        cut = {i for i in full if encoded.encodings[i].overflowing}
+    else:
+        whole = [[column[i] for i in full] for column in texts]
+        lengths = map(len, tokenizer(*whole, truncation=False, verbose=False)["input_ids"] if full else ())
+        cut = {i for i, length in zip(full, lengths, strict=True) if length > max_length}
+    number = len(rows["input_ids"])
+    return {**rows, "document": list(range(number)), "truncated": [i in cut for i in range(number)]}
 
 
 @dataclass

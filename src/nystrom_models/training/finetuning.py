@@ -1,44 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tuning for classification and regression of texts and pairs of texts."""
+"""Fine-tuning for any task: what a task adds to it is a [`FinetuningRun`]."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.classification import (
-    ClassificationCollator,
-    TextTask,
-    TruncationStrategy,
-    class_labels,
-    classification_dataset,
-    require_column,
-)
-from ..data.loading import RowLoader, eval_dataloader
-from ..data.metrics import load_metric
+from ..data.loading import Collator, RowLoader, eval_dataloader
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
-from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
+from .objectives import Objective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
 from .saving import save_pretrained
-from .scores import predict
+from .scores import Outputs, predict_rows
 from .splits import sample
+
+
+class Task(Protocol):
+    """What a model predicts from which columns."""
+
+    @property
+    def best_metric(self) -> str:
+        """The metric by which models are compared."""
 
 
 @dataclass
@@ -50,31 +39,13 @@ class FinetuningOptimizationArguments(OptimizationArguments):
 
 @dataclass(kw_only=True)
 class FinetuningArguments(RunArguments, DataArguments):
-    """Model, data and output, under the names of Transformers' example scripts."""
+    """Model, data and output of any task, under the names of Transformers' example scripts."""
 
     model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the pretrained model."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
     test_file: list[str] | None = field(default=None, metadata={"help": "Files whose rows are predicted."})
     max_predict_samples: int | None = field(
         default=None, metadata={"help": "Predict only this many rows of each test set, the first ones."}
-    )
-    text_column_names: list[str] | None = field(
-        default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
-    )
-    label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
-    label_delimiter: str = field(
-        default=",", metadata={"help": "With --multi_label: separator of the labels, if they are given as one text."}
-    )
-    do_regression: bool = field(default=False, metadata={"help": "The label is a number, not a class."})
-    multi_label: bool = field(
-        default=False, metadata={"help": "A row has any number of labels: a list, or a text with a separator."}
-    )
-    max_length: int | None = field(
-        default=None, metadata={"help": "Largest number of tokens of a row; the model's maximum by default."}
-    )
-    truncation_strategy: TruncationStrategy = field(
-        default="head",
-        metadata={"help": "What is kept of a text that is too long: its head, its tail, or half of each."},
     )
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Replace the model's classifier if it was trained for other classes."}
@@ -89,11 +60,8 @@ class FinetuningArguments(RunArguments, DataArguments):
     def __post_init__(self):
         RunArguments.__post_init__(self)
         DataArguments.__post_init__(self)
-        for name in ("max_length", "max_predict_samples"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, but is {value}.")
-        if self.do_regression and self.multi_label:
-            raise ValueError("A label is a number (--do_regression) or several classes (--multi_label), not both.")
+        if self.max_predict_samples is not None and self.max_predict_samples < 1:
+            raise ValueError(f"--max_predict_samples must be at least 1, but is {self.max_predict_samples}.")
         if self.grid is not None and self.push_to_hub:
             raise ValueError("--grid trains many models: leave out --push_to_hub, and upload the best one.")
         if self.grid is not None and not self.do_train:
@@ -101,82 +69,21 @@ class FinetuningArguments(RunArguments, DataArguments):
         if self.keep_best_only and self.grid is None:
             raise ValueError("--keep_best_only chooses among the models of a --grid.")
 
-    def task(self) -> TextTask:
-        """The task of data that are not a known benchmark."""
-        metric, best = "classification", "accuracy"
-        if self.do_regression:
-            metric, best = "regression", "mse"
-        elif self.multi_label:
-            metric, best = "multi_label", "micro_f1"
-        return TextTask(
-            tuple(self.text_column_names or ("text",)),
-            self.label_column_name,
-            regression=self.do_regression,
-            multi_label=self.multi_label,
-            label_delimiter=self.label_delimiter,
-            metric=metric,
-            best_metric=best,
-        )
+    def run_class(self) -> type["FinetuningRun"]:
+        """The part of the run that depends on the task."""
+        raise NotImplementedError
 
 
-def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
-    """Ids by label, as labels occur in the data, and the names of the labels in the order of their ids."""
-    if task.label_names is not None:
-        return _named(list(task.label_names))
-    if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
-        raise ValueError(
-            f"The column {task.label_column!r} of the train set holds floating-point numbers: --do_regression "
-            "predicts them; classes must be integers or text."
-        )
-    ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
-    names = [str(label) for label in ids]
-    if len(names) < 2 and not task.multi_label:
-        raise ValueError(f"The train set has only one label, {names}: there is nothing to learn.")
-    if not names:
-        raise ValueError("The train set has no label at all.")
-    return ids, names
-
-
-def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
-    """Ids of named classes, by name and by number."""
-    return {name: i for i, name in enumerate(names)} | {i: i for i in range(len(names))}, names
-
-
-def _has_labels(dataset: Dataset, task: TextTask) -> bool:
-    """Whether a test set has labels. Where they are hidden, benchmarks give -1 or no such column."""
-    if task.label_column not in dataset.column_names:
-        return False
-    if hasattr(dataset.features[task.label_column], "feature"):
-        return True  # a list
-    return not set(dataset.unique(task.label_column)) <= {-1, None}
-
-
-def _max_length(requested: int | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+def _row_length(requested: int | None, flag: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest number of tokens of a row; the model's maximum unless one was `requested` by --`flag`."""
     longest = min(getattr(config, "max_position_embeddings", None) or 10**9, tokenizer.model_max_length)
     if requested is None:
         if longest >= 10**9:
-            raise ValueError("The model does not say how many tokens it takes: give --max_length.")
+            raise ValueError(f"The model does not say how many tokens it takes: give --{flag}.")
         return longest
     if requested > longest:
-        raise ValueError(f"--max_length must be at most {longest}, which the model takes, but is {requested}.")
+        raise ValueError(f"--{flag} must be at most {longest}, which the model takes, but is {requested}.")
     return requested
-
-
-def evaluate_predictions(task: TextTask, logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Loss and metrics of a task, from logits (rows, classes) and labels (rows,), or (rows, classes) if a row has
-    several labels."""
-    if task.regression:
-        predictions = logits[:, 0]
-        loss = F.mse_loss(predictions, labels)
-    elif task.multi_label:
-        predictions = (logits > 0).long()
-        loss = F.binary_cross_entropy_with_logits(logits, labels.float())
-        labels = labels.long()
-    else:
-        predictions = logits.argmax(-1)
-        loss = F.cross_entropy(logits, labels)
-    metric = load_metric(task.metric)
-    return {"loss": float(loss), **metric.compute(predictions=predictions.numpy(), references=labels.numpy())}
 
 
 def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -189,53 +96,34 @@ def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, 
     }
 
 
-def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, label_names: Sequence[str]) -> None:
-    """Writes a line for each row: its number from 0, a tab, the prediction. This is GLUE's format for submission.
+class FinetuningRun:
+    """Model, tokenizer, rows and scores of a run. Each task has a subclass."""
 
-    Args:
-        path: the file.
-        task: has the names of classes for prediction files. Predictions of STS-B are clipped to its scale, 0 to 5;
-            several labels are separated by the task's delimiter.
-        logits: (rows, classes), or (rows, 1) for regression.
-        label_names: the classes, if the task does not name them.
-    """
-    names = task.prediction_names or label_names
-    if task.regression:
-        values = logits[:, 0].clamp(0, 5) if task.metric == "stsb" else logits[:, 0]
-        predictions = [f"{value:.6g}" for value in values.tolist()]
-    elif task.multi_label:
-        chosen = (logits > 0).tolist()
-        predictions = [
-            task.label_delimiter.join(name for name, there in zip(names, row, strict=True) if there) for row in chosen
-        ]
-    else:
-        predictions = [names[i] for i in logits.argmax(-1).tolist()]
-    lines = ["index\tprediction", *(f"{i}\t{prediction}" for i, prediction in enumerate(predictions))]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    auto_class: Any  # loads the model with its head
+    length_flag: str  # the field that holds the largest number of tokens of a row
+    args: Any
+    task: Any
 
-
-class _Finetuning:
-    """Model, tokenizer, rows and scores of a run."""
-
-    def __init__(
-        self, accelerator: Accelerator, args: FinetuningArguments, task: TextTask, splits: Mapping[str, Dataset]
-    ):
-        self.accelerator, self.task = accelerator, task
+    def __init__(self, accelerator: Accelerator, args: FinetuningArguments, task: Task, splits: Mapping[str, Dataset]):
+        self.accelerator, self.args, self.task = accelerator, args, task
         self.where = {split: f"the {split.replace('_', ' ')} set" for split in splits}
         for split, dataset in splits.items():
-            for column in (*task.text_columns, *(() if split.startswith("test") else (task.label_column,))):
-                require_column(dataset, column, self.where[split])
+            self.check_columns(split, dataset)
         remote = {"trust_remote_code": args.trust_remote_code}
         self.config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
-        self.order: list[int] | None = None  # of the model's classes, if it differs from the task's
-        self.ids, self.label_names = self._head(splits["train"]) if args.do_train else self._own_head()
         self.tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path, **remote)
-        self.args = replace(args, max_length=_max_length(args.max_length, self.config, self.tokenizer))
-        self.labelled = {split for split in splits if not split.startswith("test") or _has_labels(splits[split], task)}
+        self.set_classes(splits)
+        length = _row_length(getattr(args, self.length_flag), self.length_flag, self.config, self.tokenizer)
+        lengths: dict[str, Any] = {self.length_flag: length}
+        self.args = replace(args, **lengths)
+        self.examples = {split: self._sample(split, dataset) for split, dataset in splits.items()}
         with accelerator.main_process_first():
-            self.rows = {split: self._tokenized(split, dataset) for split, dataset in splits.items()}
+            self.rows = {split: self.tokenized(split, dataset) for split, dataset in self.examples.items()}
+        for split, rows in self.rows.items():
+            for line in self.notes(split, rows):
+                accelerator.print(f"{self.where[split][0].upper()}{self.where[split][1:]}: {line}")
         self.model: PreTrainedModel
-        self.model, loaded = AutoModelForSequenceClassification.from_pretrained(
+        self.model, loaded = self.auto_class.from_pretrained(
             args.model_name_or_path,
             config=self.config,
             ignore_mismatched_sizes=args.ignore_mismatched_sizes,
@@ -249,65 +137,53 @@ class _Finetuning:
             )
         prepare_model(self.model, args)
 
-    def _head(self, train_set: Dataset) -> tuple[dict[Any, int] | None, list[str]]:
-        """Ids by label and the labels' names, which are also set in the configuration."""
-        task, config = self.task, self.config
-        if task.regression:
-            config.num_labels, config.problem_type = 1, "regression"
-            return None, []
-        ids, names = _classes(task, train_set)
-        config.id2label = dict(enumerate(names))
-        config.label2id = {name: i for i, name in enumerate(names)}
-        config.problem_type = "multi_label_classification" if task.multi_label else "single_label_classification"
-        return ids, names
+    def check_columns(self, split: str, dataset: Dataset) -> None:
+        """Raises a ValueError if a split lacks a column or a value."""
+        raise NotImplementedError
 
-    def _own_head(self) -> tuple[dict[Any, int] | None, list[str]]:
-        """The same for a finished model. Its classes may be in another order than the task's."""
-        names = [self.config.id2label[i] for i in range(self.config.num_labels)]
-        if self.task.regression:
-            if len(names) != 1:
-                raise ValueError(f"The model tells {len(names)} classes apart, and predicts no number.")
-            return None, []
-        if self.task.label_names is None:
-            ids, _ = _named(names)
-            if all(name.lstrip("-").isdecimal() for name in names):  # classes that were numbers
-                ids = {name: i for i, name in enumerate(names)} | {int(name): i for i, name in enumerate(names)}
-            return ids, names
-        wanted = list(self.task.label_names)
-        if sorted(names) == sorted(wanted):
-            self.order = [names.index(name) for name in wanted]
-        elif names != [f"LABEL_{i}" for i in range(len(wanted))]:
-            raise ValueError(f"The model tells {names} apart, but the task {wanted}.")
-        return _named(wanted)
+    def set_classes(self, splits: Mapping[str, Dataset]) -> None:
+        """Finds the classes in the data, or in a finished model, and sets them in the configuration."""
 
-    def _tokenized(self, split: str, dataset: Dataset) -> Dataset:
-        args, task, kind = self.args, self.task, split.split("_")[0]
-        if kind == "test":
-            dataset = dataset.select(range(min(len(dataset), args.max_predict_samples or len(dataset))))
-        else:
-            size = args.max_train_samples if kind == "train" else args.max_eval_samples
-            dataset = sample(dataset, size, args.seed)
-        return classification_dataset(
-            dataset,
-            self.tokenizer,
-            int(args.max_length or 0),
-            task.text_columns,
-            task.label_column if split in self.labelled else None,
-            self.ids,
-            task.regression,
-            args.truncation_strategy,
-            task.label_delimiter if task.multi_label else None,
-            args.preprocessing_num_workers,
-            not args.overwrite_cache,
-            desc=f"Tokenizing {self.where[split]}",
-            where=self.where[split],
-        )
+    def tokenized(self, split: str, dataset: Dataset) -> Dataset:
+        """The rows of a split, with `length` and `index`, the number of the row."""
+        raise NotImplementedError
+
+    def notes(self, split: str, rows: Dataset) -> list[str]:
+        """What is to be said of the rows of a split, such as how many were cut; a sentence each."""
+        return []
+
+    def collator(self, with_index: bool = False) -> Collator:
+        """Makes batches of rows."""
+        raise NotImplementedError
+
+    def objective(self) -> Objective:
+        """What is trained for."""
+        raise NotImplementedError
+
+    def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Any, dict[str, float]]:
+        """The predictions for a split and, if their solutions are known, loss and metrics."""
+        raise NotImplementedError
+
+    def write(self, split: str, predictions: Any) -> None:
+        """Writes predictions of a test set into `--output_dir`."""
+        raise NotImplementedError
+
+    def example(self) -> Any:
+        """The input of the model card's snippet; None for that of the task."""
+        return None
+
+    def _sample(self, split: str, dataset: Dataset) -> Dataset:
+        """The rows that flags choose."""
+        args = self.args
+        if split.startswith("test"):
+            return dataset.select(range(min(len(dataset), args.max_predict_samples or len(dataset))))
+        return sample(dataset, args.max_train_samples if split == "train" else args.max_eval_samples, args.seed)
 
     def loader(self, optimization: OptimizationArguments) -> RowLoader:
         """The training loader."""
         return RowLoader(
             self.rows["train"],
-            ClassificationCollator(self.tokenizer),
+            self.collator(),
             optimization.per_device_train_batch_size,
             optimization.gradient_accumulation_steps,
             optimization.tokens_per_step,
@@ -316,23 +192,11 @@ class _Finetuning:
             **self.args.loader_options(),
         )
 
-    def objective(self) -> Objective:
-        """The objective of the task."""
-        if self.task.regression:
-            return RegressionObjective()
-        return MultiLabelObjective() if self.task.multi_label else ClassificationObjective()
-
-    def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Tensor, dict[str, float]]:
-        """The logits of a split and, if labels are known, loss and metrics."""
-        collator = ClassificationCollator(self.tokenizer, with_index=True)
-        loader = eval_dataloader(self.rows[split], collator, batch_size, **self.args.loader_options())
-        logits = predict(self.accelerator, model, loader, desc=f"Predicting {self.where[split]}")
-        logits = logits if self.order is None else logits[:, self.order]
-        if split not in self.labelled:
-            return logits, {}
-        labels = torch.tensor(list(self.rows[split]["labels"]))
-        with self.accelerator.main_process_first():
-            return logits, evaluate_predictions(self.task, logits, labels)
+    def predict(self, model: nn.Module, split: str, batch_size: int, outputs: Outputs) -> dict[str, Any]:
+        """What `outputs` gives for every row of a split; see [`predict_rows`]."""
+        rows = self.rows[split]
+        loader = eval_dataloader(rows, self.collator(with_index=True), batch_size, **self.args.loader_options())
+        return predict_rows(self.accelerator, model, loader, outputs, desc=f"Predicting {self.where[split]}")
 
     def validate(self, model: nn.Module, batch_size: int) -> dict[str, dict[str, float]]:
         """Loss and metrics of every validation set."""
@@ -341,16 +205,15 @@ class _Finetuning:
         }
 
     def write_tests(self, model: nn.Module, batch_size: int) -> dict[str, dict[str, float]]:
-        """Writes a file of predictions for every test set, and returns the scores of those with labels."""
+        """Writes predictions for every test set, and returns the scores of those whose solutions are known."""
         found: dict[str, dict[str, float]] = {}
         for split in self.rows:
             if split.startswith("test"):
-                logits, figures = self.score(model, split, batch_size)
+                predictions, figures = self.score(model, split, batch_size)
                 if figures:
                     found[split] = figures
                 if self.accelerator.is_main_process:
-                    name = self.task.prediction_files.get(split, f"{split}_predictions.tsv")
-                    write_predictions(Path(self.args.output_dir, name), self.task, logits, self.label_names)
+                    self.write(split, predictions)
         return found
 
     def card(self) -> dict[str, Any]:
@@ -359,17 +222,15 @@ class _Finetuning:
         name, config = args.hub_dataset()
         return {
             "data": (
-                f"Fine-tuned on {len(self.rows['train']):,} rows of {args.data_source()}, and evaluated on "
-                f"{sum(len(self.rows[split]) for split in sets):,} rows of its "
+                f"Fine-tuned on {len(self.examples['train']):,} rows of {args.data_source()}, and evaluated on "
+                f"{sum(len(self.examples[split]) for split in sets):,} rows of its "
                 f"{' and '.join(split.replace('_', ' ') for split in sets)} set{'s' if len(sets) > 1 else ''}."
             ),
             "base_model": args.model_name_or_path,
             "dataset_name": name,
             "dataset_config_name": config,
             "dataset_split": args.validation_split or "validation" if sets == ["validation"] else ", ".join(sets),
-            "example": ("Replace this text by your own.", "And this one, too.")
-            if len(self.task.text_columns) > 1
-            else None,
+            "example": self.example(),
         }
 
 
@@ -405,7 +266,7 @@ def finetuning_identity(
 def finetune(
     args: FinetuningArguments,
     optimization: OptimizationArguments,
-    task: TextTask,
+    task: Task,
     splits: Mapping[str, Dataset],
     content: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -435,7 +296,7 @@ def finetune(
     if not args.do_train:
         splits = {split: dataset for split, dataset in splits.items() if split != "train"}
     accelerator = start_run(args)
-    run = _Finetuning(accelerator, args, task, splits)
+    run = args.run_class()(accelerator, args, task, splits)
     identity = finetuning_identity(args, optimization, content or content_digests(args, splits))
     args, batch_size = run.args, optimization.per_device_eval_batch_size
     if not args.do_train:

@@ -12,18 +12,19 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from ..data.glue import GLUE_TASKS
-from .finetuning import FinetuningArguments, validation_metrics
+from .finetuning import validation_metrics
 from .grid import finetune_grid, finetune_once
 from .optimization import OptimizationArguments
 from .results import read_results, write_results
 from .selection import Goal
+from .text_classification import TextClassificationArguments
 
 # Small tasks, which the papers of RoBERTa and ALBERT fine-tune from their model of MNLI.
 FROM_MNLI = ("rte", "mrpc", "stsb")
 
 
 def finetune_glue(
-    args: FinetuningArguments,
+    args: TextClassificationArguments,
     optimization: OptimizationArguments,
     load: Callable[[str], Mapping[str, Dataset]],
     start_from_mnli: bool = False,

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from accelerate import PartialState
 from datasets import Dataset
 
-from ..data.classification import TextTask
 from .checkpoints import remove_checkpoints
-from .finetuning import FinetuningArguments, content_digests, finetune, finetuning_identity, validation_metrics
+from .finetuning import FinetuningArguments, Task, content_digests, finetune, finetuning_identity, validation_metrics
 from .optimization import OptimizationArguments
 from .results import read_results, results_content, write_results
 
@@ -67,7 +66,7 @@ def _summary(scores: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float
 def finetune_once(
     args: FinetuningArguments,
     optimization: OptimizationArguments,
-    task: TextTask,
+    task: Task,
     splits: Mapping[str, Dataset],
     content: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def finetune_once(
 def finetune_grid(
     args: FinetuningArguments,
     optimization: OptimizationArguments,
-    task: TextTask,
+    task: Task,
     splits: Mapping[str, Dataset],
 ) -> dict[str, Any]:
     """Runs [`finetune`] at every point of `--grid`, each in its own folder in `--output_dir`.

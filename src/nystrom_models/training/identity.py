@@ -32,9 +32,9 @@ PLACES = frozenset(
 
 # Flags whose effect is seen in the training data or in the model's configuration, which are compared themselves.
 SHOWN_BY_CONTENT = PLACES | frozenset(
-    "task_name config_overrides max_train_samples text_column_names text_column_name label_column_name label_delimiter"
-    " do_regression multi_label ignore_mismatched_sizes truncation_strategy validation_split"
-    " validation_split_percentage short_seq_prob start_from_mnli".split()
+    "task_name config_overrides max_train_samples text_column_names text_column_name label_column_name label_names"
+    " label_all_tokens label_delimiter do_regression multi_label ignore_mismatched_sizes truncation_strategy"
+    " doc_stride validation_split validation_split_percentage short_seq_prob start_from_mnli".split()
 )
 
 # Flags that may change on resuming: the length of the run, how a step is divided, when and on what it is evaluated.
@@ -42,7 +42,8 @@ MAY_CHANGE = frozenset(
     "max_train_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size"
     " gradient_accumulation_steps gradient_checkpointing torch_compile torch_compile_backend pad_to_multiple_of"
     " max_skipped_steps max_eval_samples max_predict_samples eval_strategy eval_steps metric_for_best_model"
-    " greater_is_better load_best_model_at_end early_stopping_patience early_stopping_threshold do_train".split()
+    " greater_is_better return_entity_level_metrics load_best_model_at_end early_stopping_patience"
+    " early_stopping_threshold do_train".split()
 )
 
 # Flags that people change on purpose after a run diverged, and versions that change unnoticed: worth a warning.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores over a data set, or over the steps since the last log, with the same result on any number of processes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from .objectives import Objective
+from .objectives import Batch, Objective
 
 
 class Sums:
@@ -73,7 +74,44 @@ def evaluate(
     return sums.means(reduce=False)
 
 
+# What a row gives, such as its logits, from the model's outputs and the batch: tensors (B, ...).
+Outputs = Callable[[Any, Batch], Mapping[str, Tensor]]
+
+# Entries of a batch that are not inputs of the model, or would only make it compute a loss.
+_NOT_INPUTS = frozenset(("index", "labels", "start_positions", "end_positions", "context_mask"))
+
+
 @torch.no_grad()
+def _predictions(
+    accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, outputs: Outputs, desc: str
+) -> tuple[dict[str, list[Tensor]], Tensor]:
+    """What `outputs` gives, batch by batch, from all processes, and the numbers of the rows in this order."""
+    was_training = model.training
+    model.eval()
+    parts: dict[str, list[Tensor]] = {}
+    numbers = []
+    for batch in _batches(accelerator, dataloader, desc):
+        if "index" not in batch:
+            raise ValueError("The batches have no index: predictions could not be told apart.")
+        inputs = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
+        found = {**outputs(model(**inputs), batch), "index": batch["index"]}
+        # The batches of the processes differ in length.
+        found = {name: accelerator.pad_across_processes(value, dim=1) for name, value in found.items()}
+        found = accelerator.gather_for_metrics(found)
+        numbers.append(found.pop("index").cpu())
+        for name, value in found.items():
+            parts.setdefault(name, []).append(value.cpu())
+    model.train(was_training)
+    index = torch.cat(numbers)
+    if not torch.equal(index.sort().values, torch.arange(len(index))):
+        raise ValueError(f"The {len(index)} rows are not numbered from 0 to {len(index) - 1}, each once.")
+    return parts, index
+
+
+def _logits(outputs: Any, batch: Batch) -> dict[str, Tensor]:
+    return {"logits": outputs.logits.float()}
+
+
 def predict(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, desc: str = "Predicting") -> Tensor:
     """The logits of every row, float32 of shape (rows, classes), on all processes and in the data set's order.
 
@@ -86,18 +124,18 @@ def predict(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, 
     Raises:
         ValueError: if batches have no `index`, or rows are missing or come twice.
     """
-    was_training = model.training
-    model.eval()
-    parts, numbers = [], []
-    for batch in _batches(accelerator, dataloader, desc):
-        if "index" not in batch:
-            raise ValueError("The batches have no index: predictions could not be told apart.")
-        inputs = {name: value for name, value in batch.items() if name not in ("labels", "index")}
-        logits, index = accelerator.gather_for_metrics((model(**inputs).logits.float(), batch["index"]))
-        parts.append(logits.cpu())
-        numbers.append(index.cpu())
-    model.train(was_training)
-    logits, index = torch.cat(parts), torch.cat(numbers)
-    if not torch.equal(index.sort().values, torch.arange(len(index))):
-        raise ValueError(f"The {len(index)} rows are not numbered from 0 to {len(index) - 1}, each once.")
-    return logits[index.argsort()]
+    parts, index = _predictions(accelerator, model, dataloader, _logits, desc)
+    return torch.cat(parts["logits"])[index.argsort()]
+
+
+def predict_rows(
+    accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, outputs: Outputs, desc: str = "Predicting"
+) -> dict[str, list[Tensor]]:
+    """As [`predict`], for outputs of any shape: for each name that `outputs` gives, a tensor for every row.
+
+    The tensors of a row may be padded at the end, to the longest row of its batch.
+    """
+    parts, index = _predictions(accelerator, model, dataloader, outputs, desc)
+    order = index.argsort().tolist()
+    rows = {name: [row for part in batches for row in part.unbind()] for name, batches in parts.items()}
+    return {name: [values[i] for i in order] for name, values in rows.items()}

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples for token classification: a label for each word, put on its first token."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import ClassLabel, Dataset
+from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
+
+from .classification import require_column
+from .windows import owners, word_windows
+
+# Of a token without a label.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TokenTask:
+    """What a model predicts for each word of a text that is already divided into words."""
+
+    text_column: str = "tokens"
+    label_column: str = "ner_tags"
+    label_names: tuple[str, ...] | None = None  # in the order of their ids; None: found in the data
+    label_all_tokens: bool = False  # all tokens of a word get its label, not the first one alone
+    best_metric: str = "f1"
+
+
+def require_words(dataset: Dataset, column: str, where: str) -> None:
+    """Raises a ValueError unless a column holds a list of words in every row."""
+    require_column(dataset, column, where)
+    inner = getattr(dataset.features[column], "feature", None)
+    if getattr(inner, "dtype", None) not in ("string", "large_string", "null"):
+        raise ValueError(
+            f"The column {column!r} of {where} must hold a list of words in each row, but holds "
+            f"{dataset.features[column]}."
+        )
+
+
+def require_tags(dataset: Dataset, text_column: str, label_column: str, where: str) -> None:
+    """Raises a ValueError unless a column holds as many labels as another one holds words, in every row."""
+    require_column(dataset, label_column, where)
+    if not hasattr(dataset.features[label_column], "feature"):
+        raise ValueError(
+            f"The column {label_column!r} of {where} must hold a list of labels in each row, but holds "
+            f"{dataset.features[label_column]}."
+        )
+    row = 0
+    for batch in dataset.select_columns([text_column, label_column]).with_format("arrow").iter(10_000):
+        words, labels = (batch[name].combine_chunks() for name in (text_column, label_column))
+        for name, column in ((text_column, words), (label_column, labels)):
+            if column.flatten().null_count:
+                number = next(i for i, values in enumerate(column.to_pylist()) if None in values)
+                raise ValueError(
+                    f"The column {name!r} of {where} has a list without a value in row {row + number + 1}."
+                )
+        sizes = [column.value_lengths().to_numpy(zero_copy_only=False) for column in (words, labels)]
+        if (sizes[0] != sizes[1]).any():
+            number = int((sizes[0] != sizes[1]).argmax())
+            raise ValueError(
+                f"Row {row + number + 1} of {where} has {sizes[0][number]} words in {text_column!r}, but "
+                f"{sizes[1][number]} labels in {label_column!r}."
+            )
+        row += len(words)
+
+
+def tag_values(dataset: Dataset, column: str, tags: Sequence[Any], names: Sequence[str] | None) -> list[str]:
+    """The labels of a row by name: numbers are those of the column's `ClassLabel`, or of `names`."""
+    feature = dataset.features[column].feature
+    if isinstance(feature, ClassLabel):
+        return [feature.names[tag] for tag in tags]
+    if names is not None:
+        return [names[tag] if isinstance(tag, int) and 0 <= tag < len(names) else str(tag) for tag in tags]
+    return list(tags)
+
+
+def tag_names(dataset: Dataset, column: str, where: str) -> list[str]:
+    """The labels that occur: in the order of the column's `ClassLabel`, else sorted.
+
+    Raises:
+        ValueError: for numbers without names, in which no entity can be found.
+    """
+    feature = dataset.features[column].feature
+    if isinstance(feature, ClassLabel):
+        return list(feature.names)
+    if getattr(feature, "dtype", None) not in ("string", "large_string", "null"):
+        raise ValueError(
+            f"The column {column!r} of {where} holds labels as {feature.dtype}: give their names in the order of "
+            "these numbers, such as --label_names O B-person I-person."
+        )
+    found: set[str] = set()
+    for batch in dataset.select_columns([column]).iter(10_000):
+        found.update(tag for row in batch[column] for tag in row)
+    return sorted(found)
+
+
+def inside(names: Sequence[str]) -> list[int]:
+    """For each label the one of the further tokens of a word: I-x for B-x, where there is one."""
+    ids = {name: i for i, name in enumerate(names)}
+    return [ids.get(f"I-{name[2:]}", i) if name.startswith("B-") else i for i, name in enumerate(names)]
+
+
+def token_classification_dataset(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    task: TokenTask,
+    label_names: Sequence[str] | None,
+    doc_stride: int = 0,
+    num_proc: int | None = None,
+    load_from_cache_file: bool = True,
+    desc: str = "Tokenizing",
+    where: str = "the data set",
+) -> Dataset:
+    """Tokenized rows with a label for each word, on its first token.
+
+    A text that is longer than a row becomes several rows of whole words. Where they overlap, a word belongs to the one
+    in which it has the most context; in the others its tokens have no label. A word that is longer than a row keeps
+    the tokens that fit.
+
+    Args:
+        dataset: with a column of lists of words and, if `label_names` are given, one of lists of labels.
+        tokenizer: a fast one, which tells the word of each token.
+        max_length: the longest row, special tokens included.
+        task: names the columns.
+        label_names: the classes in the order of their ids; None leaves labels out.
+        doc_stride: the largest number of tokens that neighbouring rows of a text share.
+        num_proc: processes of `datasets.Dataset.map`.
+        load_from_cache_file: whether its cached result is used.
+        desc: text beside the progress bar.
+        where: the name of the data set in error messages.
+
+    Returns:
+        Columns `input_ids`, `token_type_ids`, `attention_mask`; `labels`, -100 where a token has none; `words`, for
+        each token the number of the word that it is the first token of and that belongs to this row, else -1;
+        `length`; `index`, the number of the row; `document`, the number of its text; `shortened`, how many of its
+        words are longer than a row. A text without tokens has no row.
+
+    Raises:
+        ValueError: if the tokenizer is not a fast one, a row is too short for a token or for `doc_stride`, columns
+            are missing or of another type or length, or a label is not in `label_names`.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not tell which word a token belongs to: a fast tokenizer is needed, "
+            "one with a tokenizer.json (--tokenizer_name)."
+        )
+    room = max_length - tokenizer.num_special_tokens_to_add()
+    if room < 1:
+        raise ValueError(f"--max_seq_length must leave room for text beside special tokens, but is {max_length}.")
+    if not 0 <= doc_stride < room:
+        raise ValueError(
+            f"--doc_stride must be at least 0 and less than {room}, the tokens of a text in a row of --max_seq_length "
+            f"{max_length}, but is {doc_stride}."
+        )
+    require_words(dataset, task.text_column, where)
+    if label_names is not None:
+        require_tags(dataset, task.text_column, task.label_column, where)
+        _check_names(dataset, task, label_names, where)
+        ids, further = {name: i for i, name in enumerate(label_names)}, inside(label_names)
+
+    def build_rows(batch, indices):
+        # Row by row: a batch of empty rows would look like one text to a tokenizer.
+        rows: dict[str, list] = {}
+        for number, (document, words) in enumerate(zip(indices, batch[task.text_column], strict=True)):
+            labels = None
+            if label_names is not None:
+                tags = tag_values(dataset, task.label_column, batch[task.label_column][number], task.label_names)
+                labels = [ids[tag] for tag in tags]
+            for row in _rows(words, labels, tokenizer, room, doc_stride):
+                if labels is not None and task.label_all_tokens:
+                    _label_all(row, labels, further)
+                for name, value in row.items():
+                    if name != "word_ids":
+                        rows.setdefault(name, []).append(value)
+                rows.setdefault("document", []).append(document)
+                rows.setdefault("length", []).append(len(row["input_ids"]))
+        return rows
+
+    rows = dataset.map(
+        build_rows,
+        batched=True,
+        batch_size=100,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        num_proc=num_proc,
+        load_from_cache_file=load_from_cache_file,
+        desc=desc,
+    )
+    return rows.add_column("index", range(len(rows)))
+
+
+def _check_names(dataset: Dataset, task: TokenTask, label_names: Sequence[str], where: str) -> None:
+    known = set(label_names)
+    for number, tags in enumerate(dataset[task.label_column], start=1):
+        unknown = set(tag_values(dataset, task.label_column, tags, task.label_names)) - known
+        if unknown:
+            raise ValueError(
+                f"The column {task.label_column!r} of {where} holds {sorted(unknown)} in row {number}, which is none "
+                f"of the labels {list(label_names)}."
+            )
+
+
+def _rows(
+    words: Sequence[str], labels: Sequence[int] | None, tokenizer: PreTrainedTokenizerBase, room: int, overlap: int
+) -> list[dict[str, Any]]:
+    """The rows of one text, each with the columns of the tokenizer, `word_ids`, `words`, `labels` and `shortened`."""
+    if not words:
+        return []
+    encoded = tokenizer(list(words), is_split_into_words=True, truncation=False, verbose=False)
+    word_of = encoded.word_ids()
+    body = [i for i, word in enumerate(word_of) if word is not None]
+    if not body:
+        return []
+    tokens: dict[int, list[int]] = {}  # positions by word, without words that are no token
+    for i in body:
+        tokens.setdefault(word_of[i], []).append(i)
+    shortened = {word for word, places in tokens.items() if len(places) > room}
+    spans = [(word, places[:room]) for word, places in tokens.items()]
+    sizes = [len(places) for _, places in spans]
+    windows = word_windows(sizes, room, overlap)
+    owner = owners(sizes, windows)
+    rows = []
+    for number, (begin, end) in enumerate(windows):
+        # The special tokens at both ends stay.
+        places = [
+            *range(body[0]),
+            *(i for _, span in spans[begin:end] for i in span),
+            *range(body[-1] + 1, len(word_of)),
+        ]
+        first = {span[0]: word for k, (word, span) in enumerate(spans[begin:end], begin) if owner[k] == number}
+        row: dict[str, Any] = {name: [values[i] for i in places] for name, values in encoded.items()}
+        row["words"] = [first.get(i, -1) for i in places]
+        row["word_ids"] = [word_of[i] for i in places]
+        row["shortened"] = sum(word in shortened for word in first.values())
+        if labels is not None:
+            row["labels"] = [labels[first[i]] if i in first else IGNORED for i in places]
+        rows.append(row)
+    return rows
+
+
+def _label_all(row: dict[str, Any], labels: Sequence[int], further: Sequence[int]) -> None:
+    """Labels all tokens of the words that belong to a row."""
+    owned = {word for word in row["words"] if word >= 0}
+    for i, word in enumerate(row["word_ids"]):
+        if word in owned and row["words"][i] < 0:
+            row["labels"][i] = further[labels[word]]
+
+
+class TokenClassificationCollator(DataCollatorForTokenClassification):
+    """Pads the rows of [`token_classification_dataset`] to the longest of a batch; labels with -100.
+
+    Args:
+        tokenizer: names the inputs of the model, and pads them.
+        with_index: add the numbers of the rows, for `predict_rows`. A model does not take them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, with_index: bool = False):
+        super().__init__(tokenizer)
+        self.with_index = with_index
+
+    def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        names = (*self.tokenizer.model_input_names, "labels")
+        batch = dict(super().__call__([{name: row[name] for name in names if name in row} for row in features]))
+        return batch | ({"index": torch.tensor([row["index"] for row in features])} if self.with_index else {})

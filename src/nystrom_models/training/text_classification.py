@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classification and regression of texts and pairs of texts."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from ..data.classification import (
+    ClassificationCollator,
+    TextTask,
+    TruncationStrategy,
+    class_labels,
+    classification_dataset,
+    require_column,
+)
+from ..data.loading import eval_dataloader
+from ..data.metrics import load_metric
+from .finetuning import FinetuningArguments, FinetuningRun
+from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
+from .scores import predict
+
+
+@dataclass(kw_only=True)
+class TextClassificationArguments(FinetuningArguments):
+    """What the columns of texts and labels mean, and what is read of a long text."""
+
+    text_column_names: list[str] | None = field(
+        default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
+    )
+    label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
+    label_delimiter: str = field(
+        default=",", metadata={"help": "With --multi_label: separator of the labels, if they are given as one text."}
+    )
+    do_regression: bool = field(default=False, metadata={"help": "The label is a number, not a class."})
+    multi_label: bool = field(
+        default=False, metadata={"help": "A row has any number of labels: a list, or a text with a separator."}
+    )
+    max_length: int | None = field(
+        default=None, metadata={"help": "Largest number of tokens of a row; the model's maximum by default."}
+    )
+    truncation_strategy: TruncationStrategy = field(
+        default="head",
+        metadata={
+            "help": "What is read of a text that is too long: its head, its tail, half of each, or all of it in "
+            "windows, whose logits are averaged."
+        },
+    )
+    doc_stride: int = field(
+        default=0, metadata={"help": "With --truncation_strategy windows: tokens that neighbouring windows share."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"--max_length must be at least 1, but is {self.max_length}.")
+        if self.do_regression and self.multi_label:
+            raise ValueError("A label is a number (--do_regression) or several classes (--multi_label), not both.")
+        if self.doc_stride < 0:
+            raise ValueError(f"--doc_stride must be at least 0, but is {self.doc_stride}.")
+        if self.doc_stride and self.truncation_strategy != "windows":
+            raise ValueError("--doc_stride is what windows share: give --truncation_strategy windows, too.")
+
+    def run_class(self) -> type[FinetuningRun]:
+        """As `FinetuningArguments.run_class`."""
+        return TextClassificationRun
+
+    def task(self) -> TextTask:
+        """The task of data that are not a known benchmark."""
+        metric, best = "classification", "accuracy"
+        if self.do_regression:
+            metric, best = "regression", "mse"
+        elif self.multi_label:
+            metric, best = "multi_label", "micro_f1"
+        return TextTask(
+            tuple(self.text_column_names or ("text",)),
+            self.label_column_name,
+            regression=self.do_regression,
+            multi_label=self.multi_label,
+            label_delimiter=self.label_delimiter,
+            metric=metric,
+            best_metric=best,
+        )
+
+
+def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
+    """Ids by label, as labels occur in the data, and the names of the labels in the order of their ids."""
+    if task.label_names is not None:
+        return _named(list(task.label_names))
+    if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
+        raise ValueError(
+            f"The column {task.label_column!r} of the train set holds floating-point numbers: --do_regression "
+            "predicts them; classes must be integers or text."
+        )
+    ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
+    names = [str(label) for label in ids]
+    if len(names) < 2 and not task.multi_label:
+        raise ValueError(f"The train set has only one label, {names}: there is nothing to learn.")
+    if not names:
+        raise ValueError("The train set has no label at all.")
+    return ids, names
+
+
+def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
+    """Ids of named classes, by name and by number."""
+    return {name: i for i, name in enumerate(names)} | {i: i for i in range(len(names))}, names
+
+
+def _has_labels(dataset: Dataset, task: TextTask) -> bool:
+    """Whether a test set has labels. Where they are hidden, benchmarks give -1 or no such column."""
+    if task.label_column not in dataset.column_names:
+        return False
+    if hasattr(dataset.features[task.label_column], "feature"):
+        return True  # a list
+    return not set(dataset.unique(task.label_column)) <= {-1, None}
+
+
+def evaluate_predictions(task: TextTask, logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Loss and metrics of a task, from logits (rows, classes) and labels (rows,), or (rows, classes) if a row has
+    several labels."""
+    if task.regression:
+        predictions = logits[:, 0]
+        loss = F.mse_loss(predictions, labels)
+    elif task.multi_label:
+        predictions = (logits > 0).long()
+        loss = F.binary_cross_entropy_with_logits(logits, labels.float())
+        labels = labels.long()
+    else:
+        predictions = logits.argmax(-1)
+        loss = F.cross_entropy(logits, labels)
+    metric = load_metric(task.metric)
+    return {"loss": float(loss), **metric.compute(predictions=predictions.numpy(), references=labels.numpy())}
+
+
+def mean_by_document(logits: Tensor, documents: Tensor) -> Tensor:
+    """The mean logits of each document's windows.
+
+    Args:
+        logits: (windows, classes), float.
+        documents: (windows,), int64, the document of each window: numbers from 0, each at least once.
+
+    Returns:
+        (documents, classes).
+    """
+    number = int(documents[-1]) + 1
+    sums = torch.zeros(number, logits.shape[1], dtype=logits.dtype).index_add(0, documents, logits)
+    return sums / documents.bincount(minlength=number)[:, None]
+
+
+def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, label_names: Sequence[str]) -> None:
+    """Writes a line for each row: its number from 0, a tab, the prediction. This is GLUE's format for submission.
+
+    Args:
+        path: the file.
+        task: has the names of classes for prediction files. Predictions of STS-B are clipped to its scale, 0 to 5;
+            several labels are separated by the task's delimiter.
+        logits: (rows, classes), or (rows, 1) for regression.
+        label_names: the classes, if the task does not name them.
+    """
+    names = task.prediction_names or label_names
+    if task.regression:
+        values = logits[:, 0].clamp(0, 5) if task.metric == "stsb" else logits[:, 0]
+        predictions = [f"{value:.6g}" for value in values.tolist()]
+    elif task.multi_label:
+        chosen = (logits > 0).tolist()
+        predictions = [
+            task.label_delimiter.join(name for name, there in zip(names, row, strict=True) if there) for row in chosen
+        ]
+    else:
+        predictions = [names[i] for i in logits.argmax(-1).tolist()]
+    lines = ["index\tprediction", *(f"{i}\t{prediction}" for i, prediction in enumerate(predictions))]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+class TextClassificationRun(FinetuningRun):
+    """A run of a [`TextTask`]."""
+
+    auto_class = AutoModelForSequenceClassification
+    length_flag = "max_length"
+    args: TextClassificationArguments
+    task: TextTask
+
+    def check_columns(self, split: str, dataset: Dataset) -> None:
+        """As `FinetuningRun.check_columns`."""
+        labels = () if split.startswith("test") else (self.task.label_column,)
+        for column in (*self.task.text_columns, *labels):
+            require_column(dataset, column, self.where[split])
+
+    def set_classes(self, splits: Mapping[str, Dataset]) -> None:
+        """As `FinetuningRun.set_classes`."""
+        self.order: list[int] | None = None  # of the model's classes, if it differs from the task's
+        self.ids, self.label_names = self._head(splits["train"]) if self.args.do_train else self._own_head()
+        self.labelled = {
+            split for split in splits if not split.startswith("test") or _has_labels(splits[split], self.task)
+        }
+
+    def _head(self, train_set: Dataset) -> tuple[dict[Any, int] | None, list[str]]:
+        """Ids by label and the labels' names, which are also set in the configuration."""
+        task, config = self.task, self.config
+        if task.regression:
+            config.num_labels, config.problem_type = 1, "regression"
+            return None, []
+        ids, names = _classes(task, train_set)
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: i for i, name in enumerate(names)}
+        config.problem_type = "multi_label_classification" if task.multi_label else "single_label_classification"
+        return ids, names
+
+    def _own_head(self) -> tuple[dict[Any, int] | None, list[str]]:
+        """The same for a finished model. Its classes may be in another order than the task's."""
+        names = [self.config.id2label[i] for i in range(self.config.num_labels)]
+        if self.task.regression:
+            if len(names) != 1:
+                raise ValueError(f"The model tells {len(names)} classes apart, and predicts no number.")
+            return None, []
+        if self.task.label_names is None:
+            ids, _ = _named(names)
+            if all(name.lstrip("-").isdecimal() for name in names):  # classes that were numbers
+                ids = {name: i for i, name in enumerate(names)} | {int(name): i for i, name in enumerate(names)}
+            return ids, names
+        wanted = list(self.task.label_names)
+        if sorted(names) == sorted(wanted):
+            self.order = [names.index(name) for name in wanted]
+        elif names != [f"LABEL_{i}" for i in range(len(wanted))]:
+            raise ValueError(f"The model tells {names} apart, but the task {wanted}.")
+        return _named(wanted)
+
+    def tokenized(self, split: str, dataset: Dataset) -> Dataset:
+        """As `FinetuningRun.tokenized`."""
+        args, task = self.args, self.task
+        return classification_dataset(
+            dataset,
+            self.tokenizer,
+            int(args.max_length or 0),
+            task.text_columns,
+            task.label_column if split in self.labelled else None,
+            self.ids,
+            task.regression,
+            args.truncation_strategy,
+            task.label_delimiter if task.multi_label else None,
+            args.preprocessing_num_workers,
+            not args.overwrite_cache,
+            desc=f"Tokenizing {self.where[split]}",
+            where=self.where[split],
+            doc_stride=args.doc_stride,
+        )
+
+    def notes(self, split: str, rows: Dataset) -> list[str]:
+        """As `FinetuningRun.notes`."""
+        number, strategy = len(self.examples[split]), self.args.truncation_strategy
+        cut = len(set(rows.with_format("numpy")["document"][rows.with_format("numpy")["truncated"]]))
+        if not cut:
+            return []
+        longer = f"{cut:,} of {number:,} documents are longer than {self.args.max_length} tokens"
+        if strategy == "windows":
+            return [f"{longer}; all of them make {len(rows):,} windows, {len(rows) / number:.1f} a document."]
+        kept = {"head": "only their head is read", "tail": "only their tail is read"}
+        return [f"{longer}: {kept.get(strategy, 'only their head and their tail are read')}."]
+
+    def collator(self, with_index: bool = False) -> ClassificationCollator:
+        """As `FinetuningRun.collator`."""
+        return ClassificationCollator(self.tokenizer, with_index=with_index)
+
+    def objective(self) -> Objective:
+        """As `FinetuningRun.objective`."""
+        if self.task.regression:
+            return RegressionObjective()
+        return MultiLabelObjective() if self.task.multi_label else ClassificationObjective()
+
+    def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Tensor, dict[str, float]]:
+        """The logits of a split's documents and, if labels are known, loss and metrics."""
+        rows = self.rows[split]
+        loader = eval_dataloader(rows, self.collator(with_index=True), batch_size, **self.args.loader_options())
+        logits = predict(self.accelerator, model, loader, desc=f"Predicting {self.where[split]}")
+        documents = torch.tensor(list(rows["document"]))
+        logits = mean_by_document(logits if self.order is None else logits[:, self.order], documents)
+        if split not in self.labelled:
+            return logits, {}
+        # All windows of a document have its label.
+        first = torch.cat([torch.ones(1, dtype=torch.bool), documents[1:] != documents[:-1]])
+        labels = torch.tensor(list(rows["labels"]))[first]
+        with self.accelerator.main_process_first():
+            return logits, evaluate_predictions(self.task, logits, labels)
+
+    def write(self, split: str, predictions: Tensor) -> None:
+        """As `FinetuningRun.write`."""
+        name = self.task.prediction_files.get(split, f"{split}_predictions.tsv")
+        write_predictions(Path(self.args.output_dir, name), self.task, predictions, self.label_names)
+
+    def example(self) -> tuple[str, str] | None:
+        """As `FinetuningRun.example`."""
+        return ("Replace this text by your own.", "And this one, too.") if len(self.task.text_columns) > 1 else None

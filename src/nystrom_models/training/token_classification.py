@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token classification, such as named entities."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification
+
+from ..data.metrics.entities import entity_scores
+from ..data.token_classification import (
+    IGNORED,
+    TokenClassificationCollator,
+    TokenTask,
+    require_tags,
+    require_words,
+    tag_names,
+    tag_values,
+    token_classification_dataset,
+)
+from .finetuning import FinetuningArguments, FinetuningRun
+from .objectives import Batch, ClassificationObjective, Objective
+
+# Outside of all entities.
+OUTSIDE = "O"
+
+
+@dataclass(kw_only=True)
+class TokenClassificationArguments(FinetuningArguments):
+    """The flags of Transformers' run_ner.py."""
+
+    task_name: str = field(default="ner", metadata={"help": "Name of the task: ner, pos, ..."})
+    text_column_name: str = field(default="tokens", metadata={"help": "Column of the words, a list in each row."})
+    label_column_name: str | None = field(
+        default=None, metadata={"help": "Column of the labels, a list in each row; by default TASK_NAME_tags."}
+    )
+    label_names: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of the labels in the order of their numbers, where the data have none."},
+    )
+    max_seq_length: int | None = field(
+        default=None, metadata={"help": "Largest number of tokens of a row; the model's maximum by default."}
+    )
+    doc_stride: int = field(
+        default=0,
+        metadata={"help": "Tokens that neighbouring rows share, where a text is longer than a row and is divided."},
+    )
+    label_all_tokens: bool = field(
+        default=False, metadata={"help": "Give all tokens of a word its label, instead of the first one alone."}
+    )
+    return_entity_level_metrics: bool = field(
+        default=False, metadata={"help": "Give precision, recall and F1 of each type of entity, too."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_seq_length is not None and self.max_seq_length < 1:
+            raise ValueError(f"--max_seq_length must be at least 1, but is {self.max_seq_length}.")
+        if self.label_names is not None and len(set(self.label_names)) != len(self.label_names):
+            raise ValueError(f"--label_names must all differ, but are {self.label_names}.")
+
+    def run_class(self) -> type[FinetuningRun]:
+        """As `FinetuningArguments.run_class`."""
+        return TokenClassificationRun
+
+    def task(self) -> TokenTask:
+        """The task that the flags describe."""
+        return TokenTask(
+            self.text_column_name,
+            self.label_column_name or f"{self.task_name}_tags",
+            None if self.label_names is None else tuple(self.label_names),
+            self.label_all_tokens,
+        )
+
+
+def _outputs(outputs: Any, batch: Batch) -> dict[str, Tensor]:
+    """The most probable label of every token, and the sum and the number of the losses of each row."""
+    logits = outputs.logits.float()
+    found = {"labels": logits.argmax(-1)}
+    if "labels" in batch:
+        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none", ignore_index=IGNORED)
+        found |= {"loss": losses.sum(1), "count": (batch["labels"] != IGNORED).sum(1)}
+    return found
+
+
+class TokenClassificationRun(FinetuningRun):
+    """A run of a [`TokenTask`]."""
+
+    auto_class = AutoModelForTokenClassification
+    length_flag = "max_seq_length"
+    args: TokenClassificationArguments
+    task: TokenTask
+
+    def check_columns(self, split: str, dataset: Dataset) -> None:
+        """As `FinetuningRun.check_columns`."""
+        require_words(dataset, self.task.text_column, self.where[split])
+        if not split.startswith("test") or self.task.label_column in dataset.column_names:
+            require_tags(dataset, self.task.text_column, self.task.label_column, self.where[split])
+
+    def set_classes(self, splits: Mapping[str, Dataset]) -> None:
+        """As `FinetuningRun.set_classes`."""
+        self.labelled = [split for split in splits if self.task.label_column in splits[split].column_names]
+        if not self.args.do_train:
+            self.names = [self.config.id2label[i] for i in range(self.config.num_labels)]
+            return
+        if self.task.label_names is not None:
+            self.names = list(self.task.label_names)
+        else:
+            found = {
+                split: tag_names(splits[split], self.task.label_column, self.where[split]) for split in self.labelled
+            }
+            self.names = found["train"]
+            for split, names in found.items():
+                # Their words count in the scores, though no model can learn them.
+                if new := [name for name in names if name not in self.names]:
+                    self.accelerator.print(f"{', '.join(new)}: not in the train set, but in {self.where[split]}.")
+                    self.names = [*self.names, *new]
+        if len(self.names) < 2:
+            raise ValueError(f"The train set has only one label, {self.names}: there is nothing to learn.")
+        self.config.id2label = dict(enumerate(self.names))
+        self.config.label2id = {name: i for i, name in enumerate(self.names)}
+
+    def tokenized(self, split: str, dataset: Dataset) -> Dataset:
+        """As `FinetuningRun.tokenized`."""
+        args = self.args
+        return token_classification_dataset(
+            dataset,
+            self.tokenizer,
+            int(args.max_seq_length or 0),
+            self.task,
+            self.names if split in self.labelled else None,
+            args.doc_stride,
+            args.preprocessing_num_workers,
+            not args.overwrite_cache,
+            desc=f"Tokenizing {self.where[split]}",
+            where=self.where[split],
+        )
+
+    def notes(self, split: str, rows: Dataset) -> list[str]:
+        """As `FinetuningRun.notes`."""
+        examples, longest = self.examples[split], self.args.max_seq_length
+        parts = torch.tensor(list(rows["document"])).bincount()
+        found = []
+        if number := int((parts > 1).sum()):
+            found.append(
+                f"{number:,} of {len(examples):,} texts are longer than {longest} tokens, and were divided between "
+                f"words into {int(parts[parts > 1].sum()):,} rows."
+            )
+        if number := sum(rows["shortened"]):
+            found.append(f"{number:,} words are longer than a row: only their first tokens are read.")
+        there = sum(map(len, examples[self.task.text_column]))
+        if number := there - sum(word >= 0 for row in rows["words"] for word in row):
+            found.append(f"{number:,} of {there:,} words are no token to this tokenizer: {OUTSIDE} is predicted.")
+        return found
+
+    def collator(self, with_index: bool = False) -> TokenClassificationCollator:
+        """As `FinetuningRun.collator`."""
+        return TokenClassificationCollator(self.tokenizer, with_index)
+
+    def objective(self) -> Objective:
+        """As `FinetuningRun.objective`."""
+        return ClassificationObjective()
+
+    def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[list[str]], dict[str, float]]:
+        """The label of every word of a split and, if labels are known, loss and metrics."""
+        found = self.predict(model, split, batch_size, _outputs)
+        rows, examples = self.rows[split], self.examples[split]
+        tags = [[OUTSIDE] * len(words) for words in examples[self.task.text_column]]
+        for document, words, labels in zip(rows["document"], rows["words"], found["labels"], strict=True):
+            for word, label in zip(words, labels.tolist(), strict=False):  # without padding
+                if word >= 0:
+                    tags[document][word] = self.names[label]
+        if split not in self.labelled:
+            return tags, {}
+        column, names = self.task.label_column, self.task.label_names
+        references = [tag_values(examples, column, labels, names) for labels in examples[column]]
+        kinds = sorted({name[2:] for name in self.names if name[1:2] == "-"})
+        scores = entity_scores(references, tags, kinds if self.args.return_entity_level_metrics else ())
+        loss = float(torch.stack(found["loss"]).double().sum() / torch.stack(found["count"]).sum())
+        return tags, {"loss": loss, **scores}
+
+    def write(self, split: str, predictions: list[list[str]]) -> None:
+        """Writes words and predicted labels, a JSON object a line, in the columns of the data."""
+        task, words = self.task, self.examples[split][self.task.text_column]
+        with open(Path(self.args.output_dir, f"{split}_predictions.jsonl"), "w", encoding="utf-8") as file:
+            for row, tags in zip(words, predictions, strict=True):
+                file.write(json.dumps({task.text_column: row, task.label_column: tags}, ensure_ascii=False) + "\n")
