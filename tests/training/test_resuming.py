@@ -12,6 +12,7 @@ from nystrom_models import NystromformerConfig
 from nystrom_models.training import OptimizationArguments, identity
 from nystrom_models.training.causal import CausalArguments
 from nystrom_models.training.pretraining import PretrainingArguments
+from nystrom_models.training.question_answering import QuestionAnsweringArguments
 from nystrom_models.training.text_classification import TextClassificationArguments
 from nystrom_models.training.token_classification import TokenClassificationArguments
 from tests.training.models import tiny_model
@@ -37,7 +38,7 @@ def test_every_flag_has_a_rule():
         field.name
         for part in (
             *(PretrainingArguments, CausalArguments, OptimizationArguments),
-            *(TextClassificationArguments, TokenClassificationArguments),
+            *(TextClassificationArguments, TokenClassificationArguments, QuestionAnsweringArguments),
         )
         for field in dataclasses.fields(part)
     }

@@ -42,8 +42,9 @@ MAY_CHANGE = frozenset(
     "max_train_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size"
     " gradient_accumulation_steps gradient_checkpointing torch_compile torch_compile_backend pad_to_multiple_of"
     " max_skipped_steps max_eval_samples max_predict_samples eval_strategy eval_steps metric_for_best_model"
-    " greater_is_better return_entity_level_metrics load_best_model_at_end early_stopping_patience"
-    " early_stopping_threshold do_train".split()
+    " greater_is_better load_best_model_at_end early_stopping_patience early_stopping_threshold do_train"
+    " return_entity_level_metrics n_best_size max_answer_length null_score_diff_threshold"
+    " version_2_with_negative".split()
 )
 
 # Flags that people change on purpose after a run diverged, and versions that change unnoticed: worth a warning.

@@ -38,9 +38,21 @@ class _Task:
     purpose: str
     example: str = '"Replace this text by your own."'
     call: str = "model({})"
+    snippet: str | None = None  # where there is no pipeline: Python with {name}, {example} and {options}
 
 
 _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
+
+# Transformers 5 has no pipeline for it.
+_ANSWER = """\
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name}{options})
+model = AutoModelForQuestionAnswering.from_pretrained({name}{options})
+inputs = tokenizer({example}, return_tensors="pt")
+outputs = model(**inputs)
+start, end = outputs.start_logits.argmax(), outputs.end_logits.argmax()
+print(tokenizer.decode(inputs["input_ids"][0, start : end + 1]))"""
 
 # By the ending of the architecture.
 TASKS = {
@@ -49,6 +61,12 @@ TASKS = {
     "ForCausalLM": _Task("text-generation", "that continues texts", '"Replace this beginning by your own."'),
     "ForSequenceClassification": _Task("text-classification", "that classifies texts"),
     "ForTokenClassification": _Task("token-classification", "that classifies tokens"),
+    "ForQuestionAnswering": _Task(
+        "question-answering",
+        "that finds the answer to a question in a text",
+        '"What is the question?", "The answer stands in this text."',
+        snippet=_ANSWER,
+    ),
     "Model": _Task(
         "feature-extraction", "that gives the hidden states of texts", call="model({}, return_tensors=True).shape"
     ),
@@ -67,6 +85,8 @@ def _usage(task: _Task, name: str, example: str | tuple[str, str] | None, option
         argument = json.dumps(dict(zip(("text", "text_pair"), example, strict=True)), ensure_ascii=False)
     else:
         argument = task.example if example is None else json.dumps(example, ensure_ascii=False)
+    if task.snippet is not None:
+        return task.snippet.format(name=json.dumps(name), example=argument, options=options)
     return (
         "from transformers import pipeline\n\n"
         f'model = pipeline("{task.pipeline_tag}", model={json.dumps(name)}{options})\n'

@@ -113,6 +113,35 @@ class ClassificationObjective:
         return _classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
 
 
+class QuestionAnsweringObjective:
+    """The first and the last token of an answer, for a `ForQuestionAnswering` model."""
+
+    def num_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """As `Objective.num_targets`."""
+        return {"loss": torch.tensor(len(batch["start_positions"]), device=batch["start_positions"].device)}
+
+    def losses(self, outputs: Any) -> dict[str, Tensor]:
+        """As `Objective.losses`."""
+        return {"loss": outputs.loss}
+
+    def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `Objective.scores`; the accuracy is that of both tokens together."""
+        padding = batch["attention_mask"] == 0
+        pairs = [
+            (logits.float().masked_fill(padding, float("-inf")), batch[name])
+            for logits, name in (
+                (outputs.start_logits, "start_positions"),
+                (outputs.end_logits, "end_positions"),
+            )
+        ]
+        right = torch.stack([logits.argmax(-1) == positions for logits, positions in pairs]).all(0).float()
+        scores = {"accuracy": (right, torch.ones_like(right))}
+        if with_loss:
+            losses = torch.stack([F.cross_entropy(*pair, reduction="none") for pair in pairs]).mean(0)
+            scores["loss"] = (losses, torch.ones_like(losses))
+        return scores
+
+
 class MultiLabelObjective:
     """Any number of classes a row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
 

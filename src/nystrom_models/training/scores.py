@@ -78,7 +78,7 @@ def evaluate(
 Outputs = Callable[[Any, Batch], Mapping[str, Tensor]]
 
 # Entries of a batch that are not inputs of the model, or would only make it compute a loss.
-_NOT_INPUTS = frozenset(("index", "labels", "start_positions", "end_positions", "context_mask"))
+_NOT_INPUTS = frozenset(("index", "labels", "start_positions", "end_positions", "context_mask", "null_position"))
 
 
 @torch.no_grad()

@@ -25,20 +25,26 @@ def load_splits(
     }
 
 
-def load_data(args: DataArguments, test_file: Sequence[str] | None = None, train: bool = True) -> dict[str, Dataset]:
+def load_data(
+    args: DataArguments,
+    test_file: Sequence[str] | None = None,
+    train: bool = True,
+    load: Callable[..., Dataset] = load_files,
+) -> dict[str, Dataset]:
     """The splits `train`, `validation` and `test` from files, or else from `--dataset_name`.
 
     Args:
         args: the flags.
         test_file: files to predict.
         train: whether training rows are needed; if not, the data set may lack this split.
+        load: reads the files of a split.
 
     Raises:
         ValueError: if both are given, or the data set has no such splits.
     """
     files = {"train": args.train_file, "validation": args.validation_file, "test": test_file}
     if args.dataset_name is None:
-        return load_splits(files, args.cache_dir)
+        return load_splits(files, args.cache_dir, load)
     _refuse_both(files)
     found = _load_hub(args)
     wanted = {"train": "train", "validation": args.validation_split or "validation"}

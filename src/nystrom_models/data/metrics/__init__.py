@@ -13,8 +13,8 @@ TEXT_CLASSIFICATION = str(Path(__file__).with_name("text_classification.py"))
 # "combined_score" is the mean of the metrics of a task that has two, as GLUE counts it.
 _LESS_IS_BETTER = frozenset(("loss", "mlm_loss", "sop_loss", "perplexity", "bits_per_byte", "mse"))
 _MORE_IS_BETTER = frozenset(
-    "accuracy combined_score exact_match f1 macro_f1 matthews_correlation micro_f1 mlm_accuracy pearson precision"
-    " recall sop_accuracy spearmanr".split()
+    "accuracy best_f1 combined_score exact_match f1 has_answer_exact_match has_answer_f1 macro_f1 matthews_correlation"
+    " micro_f1 mlm_accuracy no_answer_accuracy pearson precision recall sop_accuracy spearmanr".split()
 )
 
 

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune a pretrained model to find the answer to a question in a text, as in SQuAD.
+
+    python examples/run_qa.py --model_name_or_path MODEL --train_file train-v1.1.json --validation_file dev-v1.1.json \
+        --output_dir outputs/squad
+
+reads SQuAD's own files, flat rows with question, context and answers, or by --dataset_name a data set of the Hub;
+--version_2_with_negative is for questions without an answer, as in SQuAD 2.0. A context of thousands of tokens is one
+row where the model takes it; one that is longer than --max_seq_length is read in windows that share --doc_stride
+tokens. Answers are written as SQuAD's scripts read them, the text by the id of the question.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nystrom_models.data.squad_files import load_squad_files
+from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
+from nystrom_models.training.grid import finetune_grid
+from nystrom_models.training.question_answering import QuestionAnsweringArguments
+from nystrom_models.training.splits import load_data
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
+    arguments, optimization = parse_arguments(
+        (QuestionAnsweringArguments, FinetuningOptimizationArguments), args, __doc__
+    )
+    run = finetune if arguments.grid is None else finetune_grid
+    splits = load_data(arguments, arguments.test_file, arguments.do_train, load_squad_files)
+    return run(arguments, optimization, arguments.task(), splits)
+
+
+if __name__ == "__main__":
+    main()

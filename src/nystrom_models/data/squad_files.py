@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of questions as SQuAD gives them, and as flat rows."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+from datasets.exceptions import DatasetGenerationError
+
+from .files import decoded_lines, file_ending, load_files
+
+_FEATURES = Features(
+    {
+        "id": Value("string"),
+        "title": Value("string"),
+        "context": Value("large_string"),
+        "question": Value("string"),
+        "answers": {"text": List(Value("string")), "answer_start": List(Value("int64"))},
+    }
+)
+
+
+def _is_nested(path: str) -> bool:
+    """Whether a file is one JSON object, over one line or many, and no object a line."""
+    if file_ending(path) != ".json":
+        return False
+    lines = (line for line in decoded_lines(path) if line.strip())
+    first = next(lines, "")
+    if not first.lstrip().startswith("{"):
+        return False
+    try:
+        return isinstance(json.loads(first), dict) and "data" in json.loads(first)
+    except ValueError:
+        return True
+
+
+def _value(item: Any, field: str, kind: type, where: str) -> Any:
+    if not isinstance(item, dict) or not isinstance(item.get(field), kind):
+        raise ValueError(f"{where} has no {field!r} of the type {kind.__name__}.")
+    return item[field]
+
+
+def _row(item: Any, title: str, context: str, where: str) -> dict[str, Any]:
+    answers = [] if item.get("is_impossible") else item.get("answers") or []
+    if isinstance(answers, dict):  # as in the data set on the Hub
+        answers = [
+            {"text": text, "answer_start": start}
+            for text, start in zip(answers["text"], answers["answer_start"], strict=True)
+        ]
+    return {
+        "id": str(item.get("id", where)),
+        "title": title,
+        "context": context,
+        "question": _value(item, "question", str, where),
+        "answers": {
+            "text": [_value(answer, "text", str, f"{where}, an answer,") for answer in answers],
+            "answer_start": [_value(answer, "answer_start", int, f"{where}, an answer,") for answer in answers],
+        },
+    }
+
+
+def _questions(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
+    """The questions of files, given by path, time of the last change and size (for the cache)."""
+    for path, _, _ in files:
+        try:
+            content = json.loads("".join(decoded_lines(path)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON ({error}).") from error
+        for i, document in enumerate(_value(content, "data", list, path)):
+            where = f"{path}, data[{i}]"
+            if isinstance(document, dict) and "paragraphs" not in document:
+                context = _value(document, "context", str, where)
+                yield _row(document, str(document.get("title", "")), context, where)
+                continue
+            for j, paragraph in enumerate(_value(document, "paragraphs", list, where)):
+                place = f"{where}.paragraphs[{j}]"
+                context = _value(paragraph, "context", str, place)
+                for k, question in enumerate(_value(paragraph, "qas", list, place)):
+                    _value(question, "question", str, f"{place}.qas[{k}]")
+                    yield _row(question, str(document.get("title", "")), context, f"{place}.qas[{k}]")
+
+
+def load_squad_files(
+    paths: str | os.PathLike | Sequence[str | os.PathLike],
+    flag: str = "--train_file",
+    cache_dir: str | os.PathLike | None = None,
+) -> Dataset:
+    """Questions, a row each, with the columns `id`, `title`, `context`, `question` and `answers`.
+
+    Args:
+        paths: SQuAD's own `.json` files, of version 1.1 or 2.0: an object whose `data` hold `paragraphs` with `qas`;
+            an object whose `data` are flat rows; or what [`load_files`] reads, with these columns.
+        flag, cache_dir: of [`load_files`].
+
+    Raises:
+        FileNotFoundError, ValueError: as [`load_files`] does, and with the place in the file where a field is missing.
+    """
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    for name in names:
+        if not os.path.isfile(name):
+            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
+    if not names or not all(map(_is_nested, names)):
+        return load_files(names, flag, cache_dir)
+    files = tuple((os.path.abspath(name), os.stat(name).st_mtime_ns, os.stat(name).st_size) for name in names)
+    try:
+        rows = Dataset.from_generator(
+            _questions,
+            features=_FEATURES,
+            cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+            gen_kwargs={"files": files},
+        )
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+    if len(rows) == 0:
+        raise ValueError(f"The files of {flag} hold no questions: {', '.join(names)}.")
+    return rows

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits for the first and the last token of an answer to its text."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def best_spans(
+    start_logits: Tensor, end_logits: Tensor, context_mask: Tensor, n_best: int, max_answer_length: int
+) -> tuple[Tensor, Tensor]:
+    """The spans of the context with the largest sums of logits, of all spans up to a length.
+
+    Args:
+        start_logits, end_logits: (B, N), float.
+        context_mask: (B, N), bool, the tokens that may be in an answer.
+        n_best: number of spans.
+        max_answer_length: the largest number of tokens of a span.
+
+    Returns:
+        First and last token, each (B, K) int64, best first; K is `n_best`, or less if there are not so many tokens.
+        Where the context has fewer spans, the others are the position -1.
+    """
+    lowest = -math.inf
+    start = start_logits.masked_fill(~context_mask, lowest)
+    end = F.pad(end_logits.masked_fill(~context_mask, lowest), (0, max_answer_length - 1), value=lowest)
+    # (B, N, L): every first token with the L tokens from it on.
+    sums = start[:, :, None] + end.unfold(1, max_answer_length, 1)
+    scores, places = sums.flatten(1).topk(min(n_best, sums[0].numel()))
+    first = places // max_answer_length
+    last = first + places % max_answer_length
+    found = scores > lowest
+    return first.where(found, -1), last.where(found, -1)
+
+
+@dataclass
+class Answers:
+    """What is predicted for the questions of a split, in their order."""
+
+    texts: list[str] = field(default_factory=list)  # "" for no answer
+    n_best: list[list[dict[str, Any]]] = field(default_factory=list)
+    best_texts: list[str] = field(default_factory=list)  # of answers other than ""
+    differences: list[float] = field(default_factory=list)  # score of no answer less that of the best text
+
+
+def collect_answers(
+    contexts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    found: Mapping[str, Sequence[Tensor]],
+    n_best: int,
+    threshold: float | None,
+) -> Answers:
+    """The answers to all questions, each from all its windows.
+
+    Args:
+        contexts: the context of each question.
+        rows: for each window its question (`document`), `context_start`, `char_starts` and `char_ends`.
+        found: for each window `first` and `last`, from [`best_spans`], `first_logits` and `last_logits` of these
+            spans, and `null`, the sum of the two logits of no answer.
+        n_best: how many answers to keep.
+        threshold: no answer is predicted where its score is larger by more than this than that of the best answer;
+            None if every question has an answer. The score of no answer is that of the window where it is least.
+    """
+    spans: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in contexts]
+    nulls = [math.inf] * len(contexts)
+    for number, row in enumerate(rows):
+        document, begin = row["document"], row["context_start"]
+        nulls[document] = min(nulls[document], float(found["null"][number]))
+        columns = [found[name][number].tolist() for name in ("first", "last", "first_logits", "last_logits")]
+        for first, last, start_logit, end_logit in zip(*columns, strict=True):
+            if first < 0:
+                continue
+            span = row["char_starts"][first - begin], row["char_ends"][last - begin]
+            # A span in several windows counts where it scores best.
+            if sum(spans[document].get(span, (-math.inf, -math.inf))) < start_logit + end_logit:
+                spans[document][span] = (start_logit, end_logit)
+    answers = Answers()
+    for context, candidates, null in zip(contexts, spans, nulls, strict=True):
+        ranked = sorted(candidates.items(), key=lambda item: -sum(item[1]))[:n_best]
+        entries: list[dict[str, Any]] = [
+            {"text": context[start:end].strip(), "start": start, "end": end, "start_logit": a, "end_logit": b}
+            for (start, end), (a, b) in ranked
+        ]
+        best = entries[0]["text"] if entries else ""
+        difference = null - sum(ranked[0][1]) if ranked else math.inf
+        scores = [sum(pair) for _, pair in ranked]
+        if threshold is not None or not entries:
+            entries.append({"text": "", "start": 0, "end": 0, "start_logit": null / 2, "end_logit": null / 2})
+            scores.append(null)
+        probabilities = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
+        entries = [entry | {"probability": p} for entry, p in zip(entries, probabilities, strict=True)]
+        answers.texts.append("" if threshold is not None and difference > threshold else best)
+        answers.n_best.append(sorted(entries, key=lambda entry: -entry["probability"])[:n_best])
+        answers.best_texts.append(best)
+        answers.differences.append(difference)
+    return answers
