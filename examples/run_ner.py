@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune a pretrained model to label each word of a text: named entities, parts of speech.
 
-    python examples/run_ner.py --model_name_or_path MODEL --train_file train.jsonl --validation_file dev.jsonl \
-        --output_dir outputs/ner
+    python examples/run_ner.py --model_name_or_path MODEL --train_file train.conll --validation_file dev.conll ...
 
-reads a list of words (tokens) and a list of labels (ner_tags, or TASK_NAME_tags) in each row; --text_column_name and
---label_column_name name other columns, and --dataset_name a data set of the Hub. Scores are those of seqeval:
-precision, recall and F1 of whole entities. A text of thousands of tokens is one row where the model takes it; one
-that is longer than --max_seq_length is divided between words, and every word is predicted once.
+reads a word and its label a line, as CoNLL's and WNUT's files have them, or .jsonl rows with lists of words (tokens)
+and labels (ner_tags, or TASK_NAME_tags); --text_column_name and --label_column_name name other columns, and
+--dataset_name a data set of the Hub. Scores are those of seqeval: precision, recall and F1 of whole entities. A text
+of thousands of tokens is one row where the model takes it; one that is longer than --max_seq_length is divided
+between words, and every word is predicted once.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from nystrom_models.data.conll_files import load_conll_files
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
 from nystrom_models.training.grid import finetune_grid
@@ -26,8 +28,10 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
         (TokenClassificationArguments, FinetuningOptimizationArguments), args, __doc__
     )
     run = finetune if arguments.grid is None else finetune_grid
-    splits = load_data(arguments, arguments.test_file, arguments.do_train)
-    return run(arguments, optimization, arguments.task(), splits)
+    task = arguments.task()
+    load = partial(load_conll_files, task.text_column, task.label_column)
+    splits = load_data(arguments, arguments.test_file, arguments.do_train, load)
+    return run(arguments, optimization, task, splits)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune a pretrained model to find the answer to a question in a text, as in SQuAD.
 
-    python examples/run_qa.py --model_name_or_path MODEL --train_file train-v1.1.json --validation_file dev-v1.1.json \
-        --output_dir outputs/squad
+    python examples/run_qa.py --model_name_or_path MODEL --train_file train-v1.1.json --validation_file dev.json ...
 
 reads SQuAD's own files, flat rows with question, context and answers, or by --dataset_name a data set of the Hub;
 --version_2_with_negative is for questions without an answer, as in SQuAD 2.0. A context of thousands of tokens is one

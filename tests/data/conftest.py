@@ -3,6 +3,7 @@ import random
 
 import pytest
 from datasets import Dataset
+from transformers import CanineTokenizer
 
 from nystrom_models.data import train_tokenizer
 
@@ -29,3 +30,9 @@ def documents():
 @pytest.fixture(scope="session")
 def tokenizer(documents):
     return train_tokenizer(documents["text"], vocab_size=300, model_max_length=512, show_progress=False)
+
+
+@pytest.fixture(scope="session")
+def slow_tokenizer():
+    """One of those that are written in Python and give no offsets."""
+    return CanineTokenizer()

@@ -4,6 +4,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
 from nystrom_models.data.classification import ClassificationCollator, class_labels, classification_dataset
+from nystrom_models.training.text_classification import mean_by_document
 
 TEXTS = ["array axis batch", "buffer cache column compute data default dtype element error file"]
 
@@ -29,6 +30,35 @@ def test_truncation(strategy, kept, tokenizer):
         "attention_mask": [5, 7],
         "token_type_ids": [5, 7],
     }
+
+
+def test_windows_have_the_label_of_their_document(tokenizer):
+    data = dataset(label=[0.5, 1.5])
+    rows = classification_dataset(data, tokenizer, 6, regression=True, truncation_strategy="windows", doc_stride=1)
+    assert tokenizer.batch_decode(list(rows["input_ids"]), skip_special_tokens=True) == [
+        TEXTS[0],
+        "buffer cache column compute",
+        "compute data default dtype",
+        "dtype element error file",
+    ]
+    assert list(rows["document"]) == [0, 1, 1, 1] and list(rows["index"]) == [0, 1, 2, 3]
+    assert list(rows["labels"]) == [0.5, 1.5, 1.5, 1.5] and list(rows["truncated"]) == [False, True, True, True]
+    with pytest.raises(ValueError, match="--doc_stride must be less than 4"):
+        classification_dataset(data, tokenizer, 6, truncation_strategy="windows", doc_stride=4)
+    logits = torch.tensor([[1.0, 2.0], [3.0, 5.0], [0.0, 1.0], [0.0, 0.0]])
+    means = mean_by_document(logits, torch.tensor(list(rows["document"])))
+    torch.testing.assert_close(means, torch.tensor([[1.0, 2.0], [1.0, 2.0]]))
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_what_a_fast_and_a_slow_tokenizer_cut_is_known(pair, tokenizer, slow_tokenizer):
+    """CanineTokenizer's tokens are characters."""
+    columns = ["text", "other"] if pair else ["text"]
+    for cutter, sizes in ((tokenizer, (3, 10)), (slow_tokenizer, (len(TEXTS[0]), len(TEXTS[1])))):
+        data, length = dataset(other=["", ""], label=[0, 1]), sizes[1] + cutter.num_special_tokens_to_add(pair=pair)
+        for longest, cut in ((length, [False, False]), (length - 1, [False, True])):
+            rows = classification_dataset(data, cutter, longest, columns)
+            assert list(rows["truncated"]) == cut and max(rows["length"]) == longest
 
 
 def test_pairs_and_batches(tokenizer):

@@ -46,6 +46,30 @@ def test_what_is_cut_is_not_read(strategy, checkpoint, reviews, filler, tmp_path
     assert classify(f"{filler(17, 999)} good")[0]["label"] == "good!"
 
 
+def test_all_of_a_document_is_read_in_windows(checkpoint, filler, write_rows, tmp_path, capsys):
+    """What reads the head alone cannot know the verdict, which stands anywhere; the mean of all windows does."""
+    rows = [{"text": filler(40, i).split(), "label": ("bad", "good")[i % 2]} for i in range(120)]
+    for i, row in enumerate(rows):
+        row["text"][7 * i % 40] = row["label"]
+        row["text"] = " ".join(row["text"])
+    train, dev = write_rows(rows[:80]), write_rows(rows[80:])
+    files = ["--train_file", train, "--validation_file", dev, "--test_file", dev]
+    windows = ["--truncation_strategy", "windows", "--doc_stride", "4"]
+    results = run(checkpoint, tmp_path, *files, "--max_length", "18", *windows, "--eval_strategy", "no")
+    said = capsys.readouterr().out
+    assert "The train set: 80 of 80 documents are longer than 18 tokens; all of them make 240 windows, 3.0" in said
+    assert results["validation"]["accuracy"] > 0.9 and results["test"] == results["validation"]
+    lines = (tmp_path / "output" / "test_predictions.tsv").read_text().splitlines()[1:]
+    assert [line.split("\t")[0] for line in lines] == [str(i) for i in range(40)]
+    right = [line.split("\t")[1] == row["label"] for line, row in zip(lines, rows[80:], strict=True)]
+    assert sum(right) / 40 == pytest.approx(results["validation"]["accuracy"])
+    # The same model reads otherwise what it is given.
+    options = ["--no_do_train", "--validation_file", dev, "--max_length", "18"]
+    head = run(f"{tmp_path}/output", tmp_path / "head", *options)
+    assert head["validation"]["accuracy"] < 0.8
+    assert "40 of 40 documents are longer than 18 tokens: only their head is read." in capsys.readouterr().out
+
+
 def test_rows_are_as_long_as_the_model_takes_by_default(checkpoint, write_rows, filler, tmp_path):
     file = write_rows([{"text": f"{filler(99, i)} {'bad' if i % 2 else 'good'}", "label": i % 2} for i in range(32)])
     run(checkpoint, tmp_path, "--train_file", file, "--validation_file", file, "--max_train_steps", "1")

@@ -6,13 +6,13 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import Dataset, Features, IterableDataset, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 # In these, "NA" and "null" are texts; in .tsv files, so are quotes.
 _CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
@@ -128,6 +128,51 @@ def _load(
     )
 
 
+def check_files(names: Sequence[str], flag: str) -> None:
+    """Raises an error if a flag names no file, or one that does not exist."""
+    if not names:
+        raise ValueError(f"{flag} names no file.")
+    for name in names:
+        if not os.path.isfile(name):
+            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
+
+
+def rows_of_files(
+    read: Callable[..., Iterator[dict[str, Any]]],
+    features: Features,
+    names: Sequence[str],
+    flag: str,
+    cache_dir: str | os.PathLike | None = None,
+    **options: Any,
+) -> Dataset:
+    """Rows that a function reads from files, kept in the cache until a file changes.
+
+    Args:
+        read: gives rows; its argument `files` has path, time of the last change and size of each.
+        features: the columns.
+        names, flag, cache_dir: of [`load_files`].
+        options: further arguments of `read`.
+
+    Raises:
+        ValueError: of `read`, or if there are no rows.
+    """
+    files = tuple((os.path.abspath(name), os.stat(name).st_mtime_ns, os.stat(name).st_size) for name in names)
+    try:
+        rows = Dataset.from_generator(
+            read,
+            features=features,
+            cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+            gen_kwargs={"files": files, **options},
+        )
+    except DatasetGenerationError as error:
+        raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None
+    except ValueError as error:
+        if "corresponds to no data" not in str(error):
+            raise
+        raise ValueError(f"The files of {flag} hold no rows: {', '.join(names)}.") from None
+    return rows
+
+
 def load_files(
     paths: str | os.PathLike | Sequence[str | os.PathLike],
     flag: str = "--train_file",
@@ -150,11 +195,7 @@ def load_files(
             damaged, the files disagree in the type of a column, or there are no rows.
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    if not names:
-        raise ValueError(f"{flag} names no file.")
-    for name in names:
-        if not os.path.isfile(name):
-            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
+    check_files(names, flag)
     endings = {file_ending(name) for name in names}
     if len(endings) > 1:
         raise ValueError(f"The files of {flag} must have one format, but they end in {sorted(endings)}.")

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
-from datasets.exceptions import DatasetGenerationError
 
-from .files import decoded_lines, file_ending, load_files
+from .files import check_files, decoded_lines, file_ending, load_files, rows_of_files
 
 _FEATURES = Features(
     {
@@ -98,23 +97,7 @@ def load_squad_files(
         FileNotFoundError, ValueError: as [`load_files`] does, and with the place in the file where a field is missing.
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    for name in names:
-        if not os.path.isfile(name):
-            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
-    if not names or not all(map(_is_nested, names)):
+    check_files(names, flag)
+    if not all(map(_is_nested, names)):
         return load_files(names, flag, cache_dir)
-    files = tuple((os.path.abspath(name), os.stat(name).st_mtime_ns, os.stat(name).st_size) for name in names)
-    try:
-        rows = Dataset.from_generator(
-            _questions,
-            features=_FEATURES,
-            cache_dir=None if cache_dir is None else os.fspath(cache_dir),
-            gen_kwargs={"files": files},
-        )
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        raise
-    if len(rows) == 0:
-        raise ValueError(f"The files of {flag} hold no questions: {', '.join(names)}.")
-    return rows
+    return rows_of_files(_questions, _FEATURES, names, flag, cache_dir)

@@ -168,7 +168,7 @@ class QuestionAnsweringRun(FinetuningRun):
             if scores["best_f1"] > scores["f1"]:
                 self.accelerator.print(
                     f"F1 of {self.where[split]} is {100 * scores['f1']:.1f}, and would be "
-                    f"{100 * scores['best_f1']:.1f} with --null_score_diff_threshold {threshold:.4g}."
+                    f"{100 * scores['best_f1']:.1f} with --null_score_diff_threshold={threshold:.4g}."
                 )
         if split.startswith("validation") and self.accelerator.is_main_process:
             self.write(split, answers)  # the set that most publish predictions for; the last model's stay

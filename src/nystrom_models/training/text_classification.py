@@ -255,7 +255,8 @@ class TextClassificationRun(FinetuningRun):
     def notes(self, split: str, rows: Dataset) -> list[str]:
         """As `FinetuningRun.notes`."""
         number, strategy = len(self.examples[split]), self.args.truncation_strategy
-        cut = len(set(rows.with_format("numpy")["document"][rows.with_format("numpy")["truncated"]]))
+        documents, truncated = (torch.tensor(list(rows[name])) for name in ("document", "truncated"))
+        cut = len(documents[truncated].unique())
         if not cut:
             return []
         longer = f"{cut:,} of {number:,} documents are longer than {self.args.max_length} tokens"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files with a word and its labels on each line, as CoNLL's shared tasks and WNUT give them."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+
+from .files import check_files, decoded_lines, load_files, rows_of_files
+
+# Files that hold lists, and need no such format.
+_WITH_LISTS = (".json", ".jsonl", ".parquet")
+
+
+def _sentences(files: Sequence[tuple[str, int, int]], text_column: str, label_column: str) -> Iterator[dict[str, Any]]:
+    """The sentences of files, given by path, time of the last change and size (for the cache)."""
+    for path, _, _ in files:
+        words: list[str] = []
+        labels: list[str] = []
+        width = 0
+        for number, line in enumerate(decoded_lines(path), start=1):
+            fields = line.strip("\r\n").split("\t") if "\t" in line else line.split()
+            if not "".join(fields).strip() or fields[0] == "-DOCSTART-":
+                if words:
+                    yield {text_column: words, label_column: labels}
+                words, labels = [], []
+                continue
+            width = width or len(fields)
+            if len(fields) != width or width < 2:
+                raise ValueError(
+                    f"{path}, line {number}: {len(fields)} columns, but {'a label is needed' if width < 2 else width} "
+                    "beside the word; an empty line ends a sentence."
+                )
+            words.append(fields[0])
+            labels.append(fields[-1])
+        if words:
+            yield {text_column: words, label_column: labels}
+
+
+def load_conll_files(
+    text_column: str,
+    label_column: str,
+    paths: str | os.PathLike | Sequence[str | os.PathLike],
+    flag: str = "--train_file",
+    cache_dir: str | os.PathLike | None = None,
+) -> Dataset:
+    """Sentences, a row each, as a list of words and a list of labels.
+
+    Args:
+        text_column, label_column: the names that the columns get.
+        paths: `.json`, `.jsonl` or `.parquet` files that have these columns, for [`load_files`]; any other file, such
+            as `.conll`, `.txt` or `.tsv`, also as `.gz`, has a word a line, first in its line, with columns separated
+            by tabs or else by spaces. The last column is the label. An empty line or `-DOCSTART-` ends a sentence.
+        flag, cache_dir: of [`load_files`].
+
+    Raises:
+        FileNotFoundError, ValueError: as [`load_files`] does; with file and line where columns are missing.
+    """
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if any(name.removesuffix(".gz").lower().endswith(_WITH_LISTS) for name in names):
+        return load_files(names, flag, cache_dir)
+    check_files(names, flag)
+    features = Features({text_column: List(Value("string")), label_column: List(Value("string"))})
+    columns = {"text_column": text_column, "label_column": label_column}
+    return rows_of_files(_sentences, features, names, flag, cache_dir, **columns)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of CoNLL's and WNUT's shared tasks and of SQuAD, as they are given."""
+
+import gzip
+import json
+
+import pytest
+
+from nystrom_models.data.conll_files import load_conll_files
+from nystrom_models.data.squad_files import load_squad_files
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(name, text):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        return str(path)
+
+    return written
+
+
+def conll(path, tmp_path):
+    return load_conll_files("tokens", "ner_tags", [path], "--train_file", tmp_path / "cache")
+
+
+CONLL_2003 = """-DOCSTART- -X- -X- O
+
+EU NNP B-NP B-ORG
+rejects VBZ B-VP O
+
+Peter NNP B-NP B-PER
+"""
+WNUT_17 = '@paul\tO\n"\tO\nEmpire\tB-location\nState\tI-location\n\t\n\n#\tO\n\u2028\tO\r\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rows"),
+    [
+        ("train.txt", CONLL_2003, [(["EU", "rejects"], ["B-ORG", "O"]), (["Peter"], ["B-PER"])]),
+        (
+            "wnut17train.conll.gz",
+            WNUT_17,
+            [
+                (["@paul", '"', "Empire", "State"], ["O", "O", "B-location", "I-location"]),
+                (["#", "\u2028"], ["O", "O"]),
+            ],
+        ),
+    ],
+)
+def test_a_word_a_line(name, text, rows, write, tmp_path):
+    found = conll(write(name, text), tmp_path)
+    assert [(row["tokens"], row["ner_tags"]) for row in found] == rows
+
+
+def test_a_changed_file_is_read_again(write, tmp_path):
+    assert len(conll(write("a.conll", "a O\n"), tmp_path)) == 1
+    assert len(conll(write("a.conll", "a O\n\nb O\n"), tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a O\nb\n", r"a.conll, line 2: 1 columns, but 2"),
+        ("a\n", r"a.conll, line 1: 1 columns, but a label is needed"),
+        ("\n\n", "hold no rows"),
+    ],
+)
+def test_lines_without_a_label(text, message, write, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        conll(write("a.conll", text), tmp_path)
+
+
+def test_rows_with_lists(write, tmp_path):
+    row = {"tokens": ["a", "b"], "ner_tags": ["O", "B-x"]}
+    assert list(conll(write("a.jsonl.gz", json.dumps(row) + "\n"), tmp_path)) == [row]
+
+
+CONTEXT = "Ünïcode is a standard."
+ANSWERS = [{"text": "a standard", "answer_start": 11}]
+SQUAD_2 = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": "Text",
+            "paragraphs": [
+                {
+                    "context": CONTEXT,
+                    "qas": [
+                        {"id": "u", "question": "What is it?", "answers": ANSWERS, "is_impossible": False},
+                        {
+                            "id": "v",
+                            "question": "Whose is it?",
+                            "answers": [],
+                            "plausible_answers": ANSWERS,
+                            "is_impossible": True,
+                        },
+                    ],
+                }
+            ],
+        }
+    ],
+}
+
+
+def expected(name, question, answers):
+    texts = {"text": [a["text"] for a in answers], "answer_start": [a["answer_start"] for a in answers]}
+    return {"id": name, "title": "Text", "context": CONTEXT, "question": question, "answers": texts}
+
+
+ROWS = [expected("u", "What is it?", ANSWERS), expected("v", "Whose is it?", [])]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dev-v2.0.json", json.dumps(SQUAD_2)),
+        ("dev.json.gz", json.dumps(SQUAD_2, indent=1, ensure_ascii=False)),
+        ("flat.json", json.dumps({"data": ROWS})),
+        ("rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS)),
+        ("list.json", json.dumps(ROWS)),
+        ("lines.json", "".join(json.dumps(row) + "\n" for row in ROWS)),
+    ],
+)
+def test_squads_files_and_flat_rows(name, text, write, tmp_path):
+    found = load_squad_files([write(name, text)], "--train_file", tmp_path / "cache")
+    assert list(found) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"data": [{"paragraphs": [{"qas": []}]}]}, r"data\[0\].paragraphs\[0\] has no 'context' of the type str"),
+        (
+            {"data": [{"paragraphs": [{"context": "a", "qas": [{"id": "u"}]}]}]},
+            r"data\[0\].paragraphs\[0\].qas\[0\] has no 'question'",
+        ),
+        (
+            {"data": [{"context": "a", "question": "b", "answers": [{"text": "a", "answer_start": "0"}]}]},
+            r"data\[0\], an answer, has no 'answer_start' of the type int",
+        ),
+        ({"data": []}, "hold no rows"),
+    ],
+)
+def test_fields_that_are_missing_are_named_by_their_place(content, message, write, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load_squad_files([write("a.json", json.dumps(content, indent=1))], "--train_file", tmp_path / "cache")

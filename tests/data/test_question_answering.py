@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nystrom_models.data import train_tokenizer
+from nystrom_models.data.question_answering import (
+    QuestionAnsweringCollator,
+    question_answering_dataset,
+    require_answers,
+    require_questions,
+    token_span,
+)
+
+WORDS = ["array", "batch", "Buffering", "naïve", "日本語", "e\u0301tude", "\U0001f600", "x-y", "a\u200bb"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([" ".join([*WORDS, "where"])] * 9, 150, model_max_length=512, show_progress=False)
+
+
+def rows_of(tokenizer, contexts, answers=None, question="where ?", max_length=20, doc_stride=0):
+    columns = {"question": [question] * len(contexts), "context": contexts}
+    if answers is not None:
+        columns["answers"] = answers
+    dataset = Dataset.from_dict(columns)
+    return list(question_answering_dataset(dataset, tokenizer, max_length, answers is not None, doc_stride))
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=15),
+    st.lists(st.sampled_from([" ", "  ", "\u00a0", "\n"]), min_size=15, max_size=15),
+    st.data(),
+)
+def test_the_tokens_of_an_answer_lead_back_to_its_text(tokenizer, words, spaces, data):
+    first = data.draw(st.integers(0, len(words) - 1))
+    last = data.draw(st.integers(first, len(words) - 1))
+    starts, context = [], ""
+    for word, space in zip(words, spaces, strict=False):
+        starts.append(len(context))
+        context += word + space
+    text = context[starts[first] : starts[last] + len(words[last])]
+    overlap = data.draw(st.integers(0, 6))
+    answers = [{"text": [text], "answer_start": [starts[first]]}]
+    rows = rows_of(tokenizer, [context], answers, max_length=14, doc_stride=overlap)
+    spans, covered = set(), set()
+    for row in rows:
+        begin, size = row["context_start"], len(row["char_starts"])
+        assert row["length"] == len(row["input_ids"]) <= 14 and row["document"] == 0
+        assert row["input_ids"][begin + size :] == [tokenizer.sep_token_id]
+        covered |= set(zip(row["char_starts"], row["char_ends"], strict=True))
+        if row["start_positions"] == row["null_position"]:
+            assert row["end_positions"] == row["null_position"] == 0
+            continue
+        place = [row[name] - begin for name in ("start_positions", "end_positions")]
+        assert 0 <= place[0] <= place[1] < size
+        spans.add(context[row["char_starts"][place[0]] : row["char_ends"][place[1]]])
+    # Either the answer itself, or no window holds it.
+    assert spans <= {text}
+    whole = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    assert covered == set(whole)
+    if len(tokenizer.tokenize(text)) <= overlap:
+        assert spans == {text}
+
+
+def test_windows_share_and_the_first_answer_inside_counts(tokenizer):
+    words = ["array"] * 30
+    words[4], words[25] = "batch", "naïve"
+    context = " ".join(words)
+    answers = [
+        {"text": ["batch", "naïve"], "answer_start": [context.index("batch"), context.index("naïve")]},
+        {"text": [], "answer_start": []},
+    ]
+    rows = rows_of(tokenizer, [context] * 2, answers, max_length=17, doc_stride=2)
+    room = 17 - rows[0]["context_start"] - 1
+    first = [row for row in rows if row["document"] == 0]
+    assert [len(row["char_starts"]) for row in first] == [room] * len(first) and len(first) == len(rows) / 2
+    found = [
+        context[row["char_starts"][start] : row["char_ends"][row["end_positions"] - row["context_start"]]]
+        for row in first
+        if (start := row["start_positions"] - row["context_start"]) >= 0
+    ]
+    assert found == ["batch", "naïve"]
+    assert all(row["start_positions"] == row["end_positions"] == 0 for row in rows if row["document"] == 1)
+    batch = QuestionAnsweringCollator(tokenizer, with_index=True)(rows[:2])
+    assert batch["context_mask"].sum(1).tolist() == [room] * 2 and batch["index"].tolist() == [0, 1]
+    assert not {"context_mask", "null_position"} & QuestionAnsweringCollator(tokenizer)(rows).keys()
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "span"), [(0, 5, (0, 0)), (1, 2, (0, 0)), (4, 8, (0, 1)), (5, 6, None), (6, 20, (1, 3))]
+)
+def test_token_span(start, end, span):
+    assert token_span([0, 6, 9, 12], [5, 8, 12, 20], start, end) == span
+
+
+CONTEXT = "Ünïcode: the array is a batch."
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([{"text": ["array"], "answer_start": [14]}], "Row 1 .*'answers.answer_start' is 14, .*'rray '.*stands at 13"),
+        ([{"text": ["list"], "answer_start": [13]}], "it stands nowhere in the context"),
+        ([{"text": ["array"], "answer_start": [-1]}], "is -1"),
+        ([{"text": [" "], "answer_start": [8]}], "Row 1 .* has an empty answer"),
+        ([{"text": ["array"], "answer_start": []}], "lists 'text' and 'answer_start', of the same length, but row 1"),
+        ([{"text": ["array"]}], "must hold an object with the lists"),
+        ([{"text": [], "answer_start": []}], "Row 1 .* has no answer: give --version_2_with_negative"),
+    ],
+)
+def test_answers_that_are_not_where_they_should_be(answers, message):
+    with pytest.raises(ValueError, match=message):
+        require_answers(Dataset.from_dict({"context": [CONTEXT], "answers": answers}), False, "the train set")
+
+
+def test_both_forms_of_answers():
+    right = [{"text": ["array"], "answer_start": [13]}, {"text": [], "answer_start": []}]
+    require_answers(Dataset.from_dict({"context": [CONTEXT] * 2, "answers": right}), True, "the train set")
+    listed = [[{"text": "array", "answer_start": 13}], []]
+    require_answers(Dataset.from_dict({"context": [CONTEXT] * 2, "answers": listed}), True, "the train set")
+
+
+def test_questions_that_cannot_be_told_apart():
+    columns = {"question": ["where?"] * 3, "context": ["a"] * 3, "id": ["u", "v", "u"]}
+    with pytest.raises(ValueError, match="'id' of the test set has 'u' in rows 1 and 3"):
+        require_questions(Dataset.from_dict(columns), "the test set")
+
+
+def test_a_question_that_leaves_no_room(tokenizer):
+    with pytest.raises(ValueError, match=r"Row 1 of the data set: the question has 16 tokens, which leaves 1 of"):
+        rows_of(tokenizer, ["array " * 9], question="where " * 16, max_length=20, doc_stride=1)
+    # Where all fits, nothing is shared.
+    [row] = rows_of(tokenizer, ["array"], question="where " * 16, max_length=20, doc_stride=1)
+    assert row["length"] == 20
+    [row] = rows_of(tokenizer, [""])
+    assert row["char_starts"] == []
+
+
+def test_a_tokenizer_that_does_not_tell_places_is_refused(slow_tokenizer):
+    with pytest.raises(ValueError, match=r"CanineTokenizer does not tell where .* a fast tokenizer is needed"):
+        rows_of(slow_tokenizer, ["array"])

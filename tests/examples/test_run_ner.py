@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import run_ner
+from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
+
+from tests.training import processes
+
+OPTIONS = "--learning_rate 1e-2 --per_device_train_batch_size 8 --max_train_steps 120 --eval_strategy no".split()
+
+
+def arguments(checkpoint, folder, *options):
+    paths = ["--model_name_or_path", checkpoint, "--output_dir", f"{folder}/output", "--cache_dir", f"{folder}/cache"]
+    return [*paths, *OPTIONS, *options]
+
+
+def run(checkpoint, folder, *options):
+    return run_ner.main(arguments(checkpoint, folder, *options))
+
+
+@pytest.fixture(scope="module")
+def rows(filler):
+    """Texts of about 80 words, more than the model takes at once, with entities of one and of two words."""
+
+    def make(size, length=70, seed=0):
+        found = []
+        for i in range(size):
+            words = filler(length, seed + i).split()
+            for k in range(5):
+                place = 13 * k + 5 * i % 11
+                words[place:place] = [("good", "bad old")[(i + k) % 2]]
+            words = " ".join(words).split()
+            tags, previous = [], ""
+            for word in words:
+                tags.append({"good": "B-praise", "bad": "B-blame"}.get(word, "O"))
+                if previous == "bad" and word == "old":
+                    tags[-1] = "I-blame"
+                previous = word
+            found.append({"tokens": words, "ner_tags": tags})
+        return found
+
+    return make
+
+
+def predictions(folder, split="test"):
+    return [json.loads(line) for line in Path(folder, "output", f"{split}_predictions.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, rows, write_rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ner")
+    test = rows(7, seed=900)
+    hidden = [{"tokens": row["tokens"]} for row in test]
+    files = ["--train_file", write_rows(rows(60)), "--validation_file", write_rows(rows(20, seed=500))]
+    options = [*files, "--task_name", "ner", "--text_column_name", "tokens", "--label_column_name", "ner_tags"]
+    results = run(checkpoint, folder, *options, "--test_file", write_rows(hidden), "--label_all_tokens")
+    return folder, results, test
+
+
+def test_entities_are_found_in_texts_that_are_longer_than_the_model(trained):
+    folder, results, test = trained
+    assert results["validation"].keys() == {"loss", "precision", "recall", "f1", "accuracy"}
+    assert results["validation"]["f1"] > 0.98 and "test" not in results
+    # Every word of every text, in the order of the file.
+    found = predictions(folder)
+    assert [row["tokens"] for row in found] == [row["tokens"] for row in test]
+    pairs = [pair for a, b in zip(found, test, strict=True) for pair in zip(a["ner_tags"], b["ner_tags"], strict=True)]
+    assert sum(a == b for a, b in pairs) / len(pairs) > 0.99
+
+
+def test_what_was_divided_is_said(trained, checkpoint, rows, write_rows, tmp_path, capsys):
+    file = write_rows([*rows(3, length=5), {"tokens": [], "ner_tags": []}, *rows(2)])
+    run(f"{trained[0]}/output", tmp_path, "--validation_file", file, "--no_do_train", "--max_seq_length", "40")
+    assert (
+        "The validation set: 2 of 6 texts are longer than 40 tokens, and were divided between words into 6 rows"
+        in (capsys.readouterr().out)
+    )
+
+
+def test_the_card_and_the_pipeline(trained):
+    folder = trained[0] / "output"
+    card = (folder / "README.md").read_text()
+    assert "pipeline_tag: token-classification" in card and "| f1 | " in card and "60 rows of rows.jsonl" in card
+    model = AutoModelForTokenClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tag = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="simple")
+    found = [(entity["entity_group"], entity["word"]) for entity in tag("the film was good that bad old town")]
+    assert found == [("praise", "good"), ("blame", "bad old")]
+
+
+def test_a_finished_model_scores_its_own_predictions_as_right(trained, tmp_path):
+    folder = trained[0]
+    file = f"{folder}/output/test_predictions.jsonl"
+    options = ["--no_do_train", "--test_file", file, "--return_entity_level_metrics"]
+    results = run(f"{folder}/output", tmp_path, *options)
+    assert results["test"]["f1"] == results["test"]["blame_recall"] == results["test"]["praise_precision"] == 1.0
+    assert predictions(tmp_path) == predictions(folder)
+
+
+def test_conll_files_and_a_label_of_the_validation_set_alone(checkpoint, tmp_path, capsys):
+    """As in WNUT 2017, where I-x of a rare type may be missing in a part."""
+    train, dev = tmp_path / "eng.train", tmp_path / "emerging.dev.conll.gz"
+    train.write_text("-DOCSTART- -X- O\n\ngood NN B-x\nfilm NN O\n\n" + "the DT O\nbad JJ B-y\n\n" * 15)
+    dev.write_bytes(gzip.compress(b"good\tB-x\nfilm\tI-z\n\nthe\tO\nbad\tB-y\n"))
+    files = ["--train_file", str(train), "--validation_file", str(dev)]
+    results = run(checkpoint, tmp_path, *files, "--max_train_steps", "1", "--return_entity_level_metrics")
+    assert "I-z: not in the train set, but in the validation set." in capsys.readouterr().out
+    assert results["validation"]["z_f1"] == 0.0 and results["validation"]["accuracy"] < 1
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "output")
+    assert model.config.label2id == {"B-x": 0, "B-y": 1, "O": 2, "I-z": 3}
+
+
+def test_a_stopped_run_goes_on_and_a_grid_names_the_best(checkpoint, rows, write_rows, tmp_path, capsys):
+    file = write_rows(rows(16, length=20))
+    options = ["--train_file", file, "--validation_file", file, "--max_train_steps", "4", "--checkpointing_steps", "2"]
+    whole = run(checkpoint, tmp_path, *options)
+    (tmp_path / "output" / "all_results.json").unlink()
+    resume = ["--resume_from_checkpoint", f"{tmp_path}/output/checkpoint-2"]
+    # Which metrics are given may change; the rows may not.
+    resumed = run(checkpoint, tmp_path, *options, *resume, "--return_entity_level_metrics")
+    assert resumed["validation"].items() > whole["validation"].items()
+    with pytest.raises(ValueError, match="--max_seq_length was 64 and is 32"):
+        run(checkpoint, tmp_path, *options, *resume, "--max_seq_length", "32")
+    outcome = run(checkpoint, tmp_path / "grid", *options[:4], "--max_train_steps", "1", "--grid", "seed=0")
+    assert outcome["metric"] == "f1" and outcome["best_run"] == "seed=0"
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "message"),
+    [
+        ([{"tokens": ["a", "b"], "ner_tags": ["O"]}], "", "Row 1 of the train set has 2 words .* but 1 labels"),
+        ([{"tokens": ["a"], "ner_tags": ["O"]}], "", "only one label"),
+        ([{"tokens": ["a"], "ner_tags": [1]}], "", "--label_names O B-person"),
+        ([{"tokens": ["a"], "pos_tags": ["O"]}], "", "no column 'ner_tags'"),
+        (
+            [{"tokens": ["a", "b"], "ner_tags": ["O", "B-x"]}],
+            "--max_seq_length 65",
+            "--max_seq_length must be at most 64",
+        ),
+        ([{"tokens": ["a"], "ner_tags": ["O"]}], "--label_names O O", "--label_names must all differ"),
+        ([{"tokens": ["a"], "ner_tags": ["O"]}], "--no_do_train --label_names O", "was fine-tuned|none of the labels"),
+    ],
+)
+def test_faults_are_named_before_training(train, options, message, checkpoint, write_rows, tmp_path):
+    file = write_rows(train)
+    with pytest.raises(ValueError, match=message):
+        run(checkpoint, tmp_path, "--train_file", file, "--validation_file", file, *options.split())
+    assert not (tmp_path / "output" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(trained, checkpoint, rows, write_rows, tmp_path):
+    folder, results, test = trained
+    files = ["--train_file", write_rows(rows(60)), "--validation_file", write_rows(rows(20, seed=500))]
+    hidden = write_rows([{"tokens": row["tokens"]} for row in test])
+    half = ["--test_file", hidden, "--label_all_tokens", "--per_device_train_batch_size", "4"]
+    more = [*half, "--per_device_eval_batch_size", "3"]
+    codes, log = processes.run(
+        run_ner.main, arguments(checkpoint, tmp_path, *files, *more), folder=tmp_path, num_processes=2
+    )
+    assert codes == [0, 0], log[-3000:]
+    two = json.loads((tmp_path / "output" / "all_results.json").read_text())["results"]
+    assert two["validation"] == pytest.approx(results["validation"], rel=1e-3)
+    assert predictions(tmp_path) == predictions(folder)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+import run_qa
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
+
+from tests.training import processes
+
+OPTIONS = "--learning_rate 4e-3 --per_device_train_batch_size 16 --max_train_steps 70 --eval_strategy no".split()
+
+
+def arguments(checkpoint, folder, *options):
+    paths = ["--model_name_or_path", checkpoint, "--output_dir", f"{folder}/output", "--cache_dir", f"{folder}/cache"]
+    return [*paths, *OPTIONS, "--doc_stride", "8", *options]
+
+
+def run(checkpoint, folder, *options):
+    return run_qa.main(arguments(checkpoint, folder, *options))
+
+
+@pytest.fixture(scope="module")
+def squad(filler, tmp_path_factory):
+    """SQuAD's own files; the answer is the one word of verdict, or there is none in every third question."""
+
+    def make(size, length=20, seed=0, version_2=False):
+        data = []
+        for i in range(size):
+            words = filler(length, seed + i).split()
+            place, verdict = (7 * i) % length, ("good", "bad")[i % 2]
+            there = not (version_2 and i % 3 == 0)
+            words[place:place] = [verdict] if there else []
+            context = " ".join(words)
+            answers = [{"text": verdict, "answer_start": context.index(verdict)}] if there else []
+            question = {"id": f"q{seed + i}", "question": "was the film seen", "answers": answers}
+            if version_2:
+                question["is_impossible"] = not there
+            data.append({"title": str(i), "paragraphs": [{"context": context, "qas": [question]}]})
+        path = tmp_path_factory.mktemp("squad") / "squad.json"
+        path.write_text(json.dumps({"version": "1.1", "data": data}), encoding="utf-8")
+        return str(path)
+
+    return make
+
+
+def written(folder, name):
+    return json.loads(Path(folder, "output", name).read_text())
+
+
+def right(file):
+    data = json.loads(Path(file).read_text())["data"]
+    questions = [document["paragraphs"][0]["qas"][0] for document in data]
+    return {question["id"]: [answer["text"] for answer in question["answers"]] for question in questions}
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoint, squad, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qa")
+    dev = squad(40, seed=500, version_2=True)
+    files = ["--train_file", squad(200, version_2=True), "--validation_file", dev]
+    return folder, run(checkpoint, folder, *files, "--version_2_with_negative"), dev
+
+
+def test_answers_and_their_absence(trained):
+    folder, results, dev = trained
+    scores = results["validation"]
+    assert scores["has_answer_exact_match"] > 0.95 and scores["no_answer_accuracy"] > 0.95
+    assert scores["best_f1"] >= scores["f1"] > 0.95
+    found, answers = written(folder, "validation_predictions.json"), right(dev)
+    assert found.keys() == answers.keys()
+    exact = [text == (answers[name] or [""])[0] for name, text in found.items()]
+    assert sum(exact) / len(exact) == pytest.approx(scores["exact_match"])
+    odds = written(folder, "validation_null_odds.json")
+    assert [odds[name] <= 0 for name in found] == [text != "" for text in found.values()]
+    # The places of the answers are those of the text.
+    contexts = {
+        p["qas"][0]["id"]: p["context"] for d in json.loads(Path(dev).read_text())["data"] for p in d["paragraphs"]
+    }
+    for name, entries in written(folder, "validation_nbest_predictions.json").items():
+        assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
+        for entry in entries:
+            assert contexts[name][entry["start"] : entry["end"]].strip() == entry["text"]
+
+
+def test_a_threshold_moves_answers_to_none(trained, tmp_path):
+    folder, results, dev = trained
+    options = ["--no_do_train", "--validation_file", dev, "--test_file", dev, "--version_2_with_negative"]
+    never = run(
+        f"{folder}/output", tmp_path, *options, "--null_score_diff_threshold", "-1000000", "--n_best_size", "2"
+    )
+    assert set(written(tmp_path, "validation_predictions.json").values()) == {""}
+    assert never["test"] == never["validation"]
+    assert never["validation"]["no_answer_accuracy"] == 1 and never["validation"]["has_answer_f1"] == 0
+    assert never["validation"]["loss"] == pytest.approx(results["validation"]["loss"], rel=1e-4)
+    assert never["validation"]["best_f1"] == pytest.approx(results["validation"]["best_f1"])
+    assert {len(entries) for entries in written(tmp_path, "test_nbest_predictions.json").values()} == {2}
+
+
+def test_contexts_that_are_longer_than_the_model_are_read_in_windows(trained, squad, tmp_path, capsys):
+    folder, _, _ = trained
+    dev = squad(12, length=150, seed=800)
+    results = run(f"{folder}/output", tmp_path, "--no_do_train", "--validation_file", dev)
+    assert "12 of 12 questions have a context that does not fit into 64 tokens; it is read in 36 windows." in (
+        capsys.readouterr().out
+    )
+    assert results["validation"]["exact_match"] > 0.9 and results["validation"].keys() == {"loss", "exact_match", "f1"}
+    # Half as long, it is the same text in more windows.
+    halves = run(
+        f"{folder}/output", tmp_path / "half", "--no_do_train", "--validation_file", dev, "--max_seq_length", "32"
+    )
+    assert halves["validation"]["exact_match"] > 0.9
+
+
+def test_the_card_says_how_to_ask(trained, monkeypatch, capsys):
+    folder = trained[0] / "output"
+    card = (folder / "README.md").read_text()
+    assert "pipeline_tag: question-answering" in card and "| f1 | " in card and "200 rows of squad.json" in card
+    monkeypatch.chdir(trained[0])
+    snippet = card.split("```python\n")[1].split("```")[0].replace("What is the question?", "was the film seen")
+    exec(snippet.replace("The answer stands in this text.", "the old town was good in the year"), {})
+    assert capsys.readouterr().out.split() == ["good"]
+
+
+def test_a_hidden_test_set_is_only_answered(trained, write_rows, tmp_path):
+    rows = [{"question": "was the film seen", "context": f"the old {word} town"} for word in ("good", "bad")]
+    results = run(f"{trained[0]}/output", tmp_path, "--no_do_train", "--test_file", write_rows(rows))
+    assert results == {} and written(tmp_path, "test_predictions.json") == {"0": "good", "1": "bad"}
+
+
+def test_a_model_of_transformers_own_and_a_run_that_was_stopped(checkpoint, squad, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForQuestionAnswering(
+        BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, **sizes)
+    ).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    file = squad(32, length=60)
+    options = ["--train_file", file, "--validation_file", file, "--max_train_steps", "4", "--checkpointing_steps", "2"]
+    whole = run(f"{tmp_path}/bert", tmp_path, *options)
+    resume = ["--resume_from_checkpoint", f"{tmp_path}/output/checkpoint-2", "--max_answer_length", "5"]
+    resumed = run(f"{tmp_path}/bert", tmp_path, *options, *resume)
+    assert resumed["validation"]["loss"] == whole["validation"]["loss"]
+    assert type(AutoModelForQuestionAnswering.from_pretrained(tmp_path / "output")) is BertForQuestionAnswering
+    with pytest.raises(ValueError, match="--max_seq_length was 64 and is 40"):
+        run(f"{tmp_path}/bert", tmp_path, *options, *resume[:2], "--max_seq_length", "40")
+
+
+ROW = {"question": "who", "context": "the film", "answers": {"text": ["film"], "answer_start": [4]}}
+WRONG = ROW | {"answers": {"text": ["film"], "answer_start": [3]}}
+NONE = ROW | {"answers": {"text": [], "answer_start": []}}
+LONG = ROW | {"question": "who was " * 30}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([ROW, WRONG], "", "Row 2 of the train set: 'answers.answer_start' is 3, .* it stands at 4"),
+        ([ROW, NONE], "", "Row 2 of the train set has no answer: give --version_2_with_negative"),
+        ([ROW, LONG], "", "Row 2 of the train set: the question has 120 tokens.*--max_seq_length 64"),
+        ([{"question": "who", "context": "a"}], "", "The train set has no column 'answers'"),
+        ([ROW], "--max_seq_length 65", "--max_seq_length must be at most 64"),
+        ([ROW], "--n_best_size 0", "--n_best_size must be at least 1"),
+        ([ROW], "--no_do_train", "was fine-tuned: .* has no qa_outputs"),
+    ],
+)
+def test_faults_are_named_before_training(rows, options, message, checkpoint, write_rows, tmp_path):
+    file = write_rows(rows)
+    with pytest.raises(ValueError, match=message):
+        run(checkpoint, tmp_path, "--train_file", file, "--validation_file", file, *options.split())
+    assert not (tmp_path / "output" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(trained, checkpoint, squad, tmp_path):
+    folder, results, dev = trained
+    files = ["--train_file", squad(200, version_2=True), "--validation_file", dev, "--version_2_with_negative"]
+    half = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "3"]
+    codes, log = processes.run(
+        run_qa.main, arguments(checkpoint, tmp_path, *files, *half), folder=tmp_path, num_processes=2
+    )
+    assert codes == [0, 0], log[-3000:]
+    two = written(tmp_path, "all_results.json")["results"]
+    assert two["validation"] == pytest.approx(results["validation"], rel=1e-3)
+    assert written(tmp_path, "validation_predictions.json") == written(folder, "validation_predictions.json")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nystrom_models.training.answer_spans import best_spans, collect_answers
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 2**31))
+def test_the_best_of_all_spans_up_to_a_length(length, longest, n_best, seed):
+    generator = torch.Generator().manual_seed(seed)
+    start, end = (torch.randn(2, length, generator=generator) for _ in range(2))
+    mask = torch.rand(2, length, generator=generator) > 0.3
+    first, last = best_spans(start, end, mask, n_best, longest)
+    for row in range(2):
+        spans = [
+            (float(start[row, a] + end[row, b]), a, b)
+            for a in range(length)
+            for b in range(a, min(a + longest, length))
+            if mask[row, a] and mask[row, b]
+        ]
+        best = [(a, b) for _, a, b in sorted(spans, reverse=True)[:n_best]]
+        found = list(zip(first[row].tolist(), last[row].tolist(), strict=True))
+        assert [span for span in found if span[0] >= 0] == best
+        assert set(found[len(best) :]) <= {(-1, -1)}
+
+
+CONTEXT = "the naïve cat sat"
+# Two windows of two words each, and one question whose context has no token.
+ROWS = [
+    {"document": 0, "context_start": 3, "char_starts": [0, 4], "char_ends": [3, 9]},
+    {"document": 0, "context_start": 3, "char_starts": [4, 10], "char_ends": [9, 13]},
+    {"document": 1, "context_start": 3, "char_starts": [], "char_ends": []},
+]
+FOUND = {
+    "first": [torch.tensor([4, 3]), torch.tensor([3, 4]), torch.tensor([-1, -1])],
+    "last": [torch.tensor([4, 4]), torch.tensor([3, 4]), torch.tensor([-1, -1])],
+    "first_logits": [torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.5]), torch.tensor([0.0, 0.0])],
+    "last_logits": [torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]), torch.tensor([0.0, 0.0])],
+    "null": [torch.tensor(5.0), torch.tensor(4.5), torch.tensor(9.0)],
+}
+
+
+@pytest.mark.parametrize(("threshold", "text"), [(None, "naïve"), (0.0, ""), (0.5, "naïve"), (0.49, "")])
+def test_answers_of_all_windows(threshold, text):
+    answers = collect_answers([CONTEXT, ""], ROWS, FOUND, 3, threshold)
+    assert answers.texts == [text, ""] and answers.best_texts == ["naïve", ""]
+    assert answers.differences == [0.5, math.inf]
+    entries = answers.n_best[0]
+    # The same span of two windows is one, with its best score.
+    texts = ["naïve", "the naïve", "cat"] if threshold is None else ["", "naïve", "the naïve"]
+    assert [entry["text"] for entry in entries] == texts
+    span = next(entry for entry in entries if entry["text"] == "naïve")
+    assert (span["start"], span["end"], span["start_logit"], span["end_logit"]) == (4, 9, 2.0, 2.0)
+    scores = [4.0, 1.0, 0.5] + ([] if threshold is None else [4.5])
+    assert span["probability"] == pytest.approx(math.exp(4) / sum(map(math.exp, scores)))
+    assert answers.n_best[1] == [
+        {"text": "", "start": 0, "end": 0, "start_logit": 4.5, "end_logit": 4.5, "probability": 1.0}
+    ]
