@@ -29,8 +29,8 @@ from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.data.classification import TextTask
 from nystrom_models.data.files import load_files
 from nystrom_models.deployment.folder import TASKS, export_folder, load_for_export, model_inputs
-from nystrom_models.training.finetuning import evaluate_predictions
 from nystrom_models.training.results import write_results
+from nystrom_models.training.text_classification import evaluate_predictions
 
 Engine = Callable[[dict[str, Tensor]], Tensor]
 

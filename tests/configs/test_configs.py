@@ -9,7 +9,9 @@ import pytest
 import run_clm
 import run_glue
 import run_imdb
+import run_ner
 import run_pretraining
+import run_qa
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -25,6 +27,8 @@ from nystrom_models.training.finetuning import FinetuningOptimizationArguments
 from nystrom_models.training.grid import parse_grid
 from nystrom_models.training.optimization import OptimizationArguments
 from nystrom_models.training.pretraining import PretrainingArguments
+from nystrom_models.training.question_answering import QuestionAnsweringArguments
+from nystrom_models.training.token_classification import TokenClassificationArguments
 
 FOLDER = Path(nystrom_models.__file__).parents[2] / "configs"
 # Width and layers.
@@ -86,12 +90,19 @@ def test_recipe_is_taken_by_its_script(path, monkeypatch, tmp_path):
         assert config.is_decoder and optimization.max_train_steps is not None
         assert arguments.block_size == int(path.stem.split("-")[-1])
     else:
-        types = {"examples/run_glue.py": run_glue.GlueArguments, "examples/run_imdb.py": run_imdb.ImdbArguments}
+        types = {
+            "examples/run_glue.py": run_glue.GlueArguments,
+            "examples/run_imdb.py": run_imdb.ImdbArguments,
+            "examples/run_ner.py": TokenClassificationArguments,
+            "examples/run_qa.py": QuestionAnsweringArguments,
+        }
         flags += ["--model_name_or_path", "x"]
         arguments, optimization = parse_arguments((types[script], FinetuningOptimizationArguments), flags)
         points = parse_grid(arguments.grid or [], arguments, optimization)
         if "tiny" in path.stem:
             assert points == {"seed": [0, 1, 2]}
+        elif script in ("examples/run_ner.py", "examples/run_qa.py"):
+            assert optimization.learning_rate == 5e-5 or points["learning_rate"] == [2e-5, 3e-5, 5e-5]
         else:
             assert optimization.num_train_epochs == 4
             assert optimization.learning_rate == 3e-5 or "learning_rate" in points
@@ -112,6 +123,13 @@ def material(tmp_path_factory):
     (folder / "corpus.txt").write_text("\n\n".join(texts))
     rows = [
         {"sentence": text, "text": text, "sentence1": text, "sentence2": "Another one.", "label": i % 2}
+        | {
+            "tokens": ["Another", "one"],
+            "ner_tags": ["O", "B-number"],
+            "question": "Which?",
+            "context": "Another one.",
+        }
+        | {"answers": {"text": ["one"], "answer_start": [8]}}
         for i, text in enumerate(texts)
     ]
     (folder / "rows.json").write_text(json.dumps(rows))
@@ -138,7 +156,8 @@ def test_recipe_runs(path, material, tmp_path, monkeypatch):
     )
     flags = ["--recipe", os.path.relpath(path), "--output_dir", "output", "--cache_dir", f"{material}/cache"]
     flags += ["--max_train_steps", "1", "--per_device_train_batch_size", "4"]
-    flags += ["--block_size" if script is run_clm else "--max_length", "24"]
+    lengths = {run_clm: "--block_size", run_ner: "--max_seq_length", run_qa: "--max_seq_length"}
+    flags += [lengths.get(script, "--max_length"), "24"]
     if script in (run_pretraining, run_clm):
         size = ",".join(f"{name}={value}" for name, value in SMALL.items())
         flags += ["--train_file", f"{material}/corpus.txt", "--tokenizer_name", f"{material}/model"]
@@ -159,7 +178,7 @@ def test_recipe_runs(path, material, tmp_path, monkeypatch):
         flags += ["--grid", "seed=0,1"] * ("grid" in path.stem or "tiny" in path.stem)
         results = script.main(flags)
         scores = results["best"]["validation"] if "best" in results else results["validation"]
-        assert "accuracy" in scores
+        assert ("exact_match" if script is run_qa else "accuracy") in scores
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "accelerate").iterdir()), ids=lambda path: path.stem)

@@ -11,11 +11,12 @@ from .objectives import (
     MultiLabelObjective,
     Objective,
     PretrainingObjective,
+    QuestionAnsweringObjective,
     RegressionObjective,
 )
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler
 from .saving import save_pretrained
-from .scores import evaluate, predict
+from .scores import evaluate, predict, predict_rows
 from .selection import Goal
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Objective",
     "OptimizationArguments",
     "PretrainingObjective",
+    "QuestionAnsweringObjective",
     "RegressionObjective",
     "RunArguments",
     "TrainingState",
@@ -41,6 +43,7 @@ __all__ = [
     "num_training_steps",
     "parse_arguments",
     "predict",
+    "predict_rows",
     "save_pretrained",
     "train",
 ]
