@@ -145,7 +145,7 @@ def test_a_linformer_takes_the_weights_and_trains(tmp_path):
     assert type(config) is LinformerConfig
     model, report = convert(tmp_path, config, return_report=True)
     assert report.new == ["linformer.encoder.sequence_projection.weight"]
-    assert any("another function than the source's" in note for note in report.notes)
+    assert any("a different function from the source's" in note for note in report.notes)
     ids = torch.randint(3, 99, (2, 64))
     embedded = model(ids[:, :LENGTH], output_hidden_states=True).hidden_states[0]
     theirs = source(ids[:, :LENGTH], output_hidden_states=True).hidden_states[0]

@@ -3,8 +3,7 @@
 
 The keys are read once for both. They are split into parts, so that a few heads are enough to occupy a device; if there
 are several parts, a second launch merges them by the logarithms of their sums. Parts lie between the first and the
-last
-valid token of a row: padding before and after is never read. Legend as in `rows.py`; P parts.
+last valid token of a row: padding before and after is never read. Legend as in `rows.py`; P parts.
 """
 
 import torch
