@@ -242,7 +242,7 @@ def test_an_output_layer_of_its_own(tmp_path):
 def test_another_activation_in_the_head_of_roberta_is_told(tmp_path, caplog):
     source = save_source(tmp_path, "Roberta", "ForMaskedLM", hidden_act="relu")
     model = convert(tmp_path, converted_config(tmp_path, **EXACT))
-    assert "hidden_act='relu' where the source's applies gelu" in caplog.messages[-1]
+    assert "hidden_act='relu', the source's applies gelu" in caplog.messages[-1]
     ids = torch.randint(3, 99, (1, LENGTH))
     assert relative_error(model.base_model(ids)[0], source.base_model(ids)[0]) < TOLERANCE
 

@@ -239,7 +239,7 @@ def convert_checkpoint(
 
 
 def _read_tokenizer(model_name_or_path: str | os.PathLike, files: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a source; raises ValueError if it has none and Transformers makes one of special tokens only."""
+    """The tokenizer of a source; raises ValueError if Transformers made it up, with nothing but special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **files)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(

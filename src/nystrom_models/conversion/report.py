@@ -114,7 +114,7 @@ class ConversionReport:
         return path
 
     def warnings(self) -> list[str]:
-        """A line for each part of the model that does not come unchanged from the source, and one for dropped weights."""
+        """A line for each part of the model that is not an unchanged copy, and one for dropped weights."""
         lines: dict[str, list[str]] = {}
         for origin in self.origins:
             if origin.source is None:

@@ -117,7 +117,7 @@ def _part_sums_kernel(
     F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sum over each part, (F, D + 1): Σ left_iᵀ [right_i, 1]; if BACKWARD, Σ left_iᵀ [g_i, e_i] with right = do."""
+    """The sum of each part, (F, D + 1): Σ left_iᵀ [right_i, 1]; if BACKWARD, Σ left_iᵀ [g_i, e_i] with right = do."""
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     head = row * N * H + program % H
