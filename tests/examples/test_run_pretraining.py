@@ -379,7 +379,7 @@ def test_a_stream_needs_its_number_of_steps(corpus, tmp_path):
 
 
 def test_a_tokenizer_needs_one_source(corpus, tmp_path):
-    with pytest.raises(ValueError, match="--train_file or by --dataset_name"):
+    with pytest.raises(ValueError, match="either --train_file or --dataset_name"):
         train_tokenizer.main(["--output_dir", str(tmp_path)])
 
 

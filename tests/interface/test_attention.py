@@ -220,7 +220,9 @@ def test_other_graphs(name):
 
 @pytest.mark.slow
 def test_masks_are_looked_at_in_graphs():
-    """One graph for all lengths; a mask that differs between queries is refused at run time, not taken as a mask of keys."""
+    """One graph for all lengths; a mask that differs between queries is refused at run time, not taken as a mask of
+    keys.
+    """
     module = Attention()
 
     def attend(query, key, value, mask):
