@@ -62,8 +62,7 @@ class Contender:
         build: makes the `Prepared` call.
         ours: whether it is an implementation of this package. Ratios refer to the one named by `Workload.baseline`.
         reference: function of the inputs that this contender is checked against, in float64; by default, the
-        workload's.
-            Contenders that compute another function (exact attention) have their own.
+            workload's. Contenders that compute another function (exact attention) have their own.
         judged: how the comparison is made, in words, if it is not simply with the workload's reference.
         requires: modules that must be importable.
         install: the command that installs them.

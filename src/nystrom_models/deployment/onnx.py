@@ -164,8 +164,7 @@ def compare_onnx(model: PreTrainedModel, path: str | os.PathLike, lengths: Seque
         model: in evaluation mode.
         path: the file that `export_onnx` wrote, or its quantized form.
         lengths: lengths of the rows of random tokens, cut to what the model takes. At each length, a full row by
-        itself
-            is compared, and a batch of four rows: full, padded right, padded left, and with holes.
+            itself is compared, and a batch of four rows: full, padded right, padded left, and with holes.
 
     Returns: the largest over all outputs of the ratio of the largest difference at valid tokens to the largest value
         there; NaN if the outputs of the file contain NaN.

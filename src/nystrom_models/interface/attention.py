@@ -75,8 +75,7 @@ def nystrom_attention_forward(
         is_causal: must be False for more than one query; None for the module's `is_causal`.
         sliding_window: tokens that a query sees; None for all.
         output_attentions: whether the map is returned, without dropout. Outside graphs it is also returned if the
-        model
-            collects maps without telling its layers.
+            model collects maps without telling its layers.
         options: further arguments that Transformers passes to attention functions.
 
     Returns: context (B, N, H, D), and the attention map (B, H, N, K) if it is wanted.

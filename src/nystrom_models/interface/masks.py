@@ -61,8 +61,7 @@ def nystrom_mask(
         attention_mask: (B, K) bool, True at tokens; None for all valid.
         local_size: tokens of a sliding window. Its layers keep exact attention, with the mask of `sdpa`.
         allow_is_bidirectional_skip: whether None may be returned if every key is visible. Transformers sets it only
-        for
-            bidirectional attention.
+            for bidirectional attention.
         use_vmap: whether the model adds conditions of its own, which may turn a causal mask into a mask of keys.
         The others: as for `transformers.masking_utils.sdpa_mask`.
 
