@@ -197,7 +197,7 @@ def _check_names(dataset: Dataset, task: TokenTask, label_names: Sequence[str], 
         unknown = set(tag_values(dataset, task.label_column, tags, task.label_names)) - known
         if unknown:
             raise ValueError(
-                f"The column {task.label_column!r} of {where} holds {sorted(unknown)} in row {number}, which is none "
+                f"The column {task.label_column!r} of {where} holds {sorted(unknown)} in row {number}, not among "
                 f"of the labels {list(label_names)}."
             )
 
