@@ -82,6 +82,11 @@ def test_each_word_with_a_token_is_labelled_once_however_rows_are_divided(
     assert found == first
 
 
+def test_many_texts_without_a_token(tokenizer):
+    rows = rows_of(tokenizer, [[]] * 120 + [["array"]], [[]] * 120 + [["B-x"]])
+    assert [(row["document"], row["labels"]) for row in rows] == [(120, [-100, 1, -100])]
+
+
 def test_a_word_that_is_longer_than_a_row_keeps_its_first_tokens(tokenizer):
     ids = tokenizer("buffering", add_special_tokens=False)["input_ids"]
     assert len(ids) > 3
@@ -124,7 +129,7 @@ def test_batches_are_padded_with_ignored_labels(tokenizer):
             "'tokens' of .* has a list without a value in row 2",
         ),
         ({"tokens": [["array"], None], "ner_tags": [["O"], ["O"]]}, {}, "'tokens' .* has no value in row 2"),
-        ({"tokens": [["array"]], "ner_tags": [["B-y"]]}, {}, r"holds \['B-y'\] in row 1, which is none of"),
+        ({"tokens": [["array"]], "ner_tags": [["B-y"]]}, {}, r"contains \['B-y'\] in row 1, not among the labels"),
         ({"tokens": [["array"]], "ner_tags": [["O"]]}, {"max_length": 2}, "--max_seq_length must leave room"),
         ({"tokens": [["array"]], "ner_tags": [["O"]]}, {"doc_stride": 6}, "--doc_stride must be .* less than 6"),
     ],

@@ -141,7 +141,11 @@ def test_a_stopped_run_goes_on_and_a_grid_names_the_best(checkpoint, rows, write
             "--max_seq_length must be at most 64",
         ),
         ([{"tokens": ["a"], "ner_tags": ["O"]}], "--label_names O O", "--label_names must all differ"),
-        ([{"tokens": ["a"], "ner_tags": ["O"]}], "--no_do_train --label_names O", "was fine-tuned|none of the labels"),
+        (
+            [{"tokens": ["a"], "ner_tags": ["O"]}],
+            "--no_do_train --label_names O",
+            "was fine-tuned|not among the labels",
+        ),
     ],
 )
 def test_faults_are_named_before_training(train, options, message, checkpoint, write_rows, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
+from .rows import make_rows
 from .windows import window_starts
 
 TruncationStrategy = Literal["head", "tail", "head_tail", "windows"]
@@ -167,18 +168,9 @@ def classification_dataset(
         rows["document"] = [indices[i] for i in rows["document"]]
         return rows
 
-    rows = dataset.map(
-        build_rows,
-        batched=True,
-        # Of a long text, all tokens are in memory unless the tokenizer cuts it.
-        batch_size=1000 if truncation_strategy == "head" else 100,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        num_proc=num_proc,
-        load_from_cache_file=load_from_cache_file,
-        desc=desc,
-    )
-    return rows.add_column("index", range(len(rows)))
+    # Of a long text, all tokens are in memory unless the tokenizer cuts it.
+    batch_size = 1000 if truncation_strategy == "head" else 100
+    return make_rows(dataset, build_rows, batch_size, num_proc, load_from_cache_file, desc)
 
 
 def _check_texts(

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from .classification import require_column
+from .rows import make_rows
 from .windows import window_starts
 
 
@@ -156,17 +157,7 @@ def question_answering_dataset(
                     rows.setdefault(name, []).append(value)
         return rows
 
-    rows = dataset.map(
-        build_rows,
-        batched=True,
-        batch_size=100,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        num_proc=num_proc,
-        load_from_cache_file=load_from_cache_file,
-        desc=desc,
-    )
-    return rows.add_column("index", range(len(rows)))
+    return make_rows(dataset, build_rows, 100, num_proc, load_from_cache_file, desc)
 
 
 class _NoRoomError(Exception):

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
 from .classification import require_column
+from .rows import make_rows
 from .windows import owners, word_windows
 
 # Of a token without a label.
@@ -160,9 +161,16 @@ def token_classification_dataset(
         _check_names(dataset, task, label_names, where)
         ids, further = {name: i for i, name in enumerate(label_names)}, inside(label_names)
 
+    lists = dict.fromkeys(tokenizer.model_input_names, "int8") | {"input_ids": "int32", "words": "int32"}
+    lists |= {} if label_names is None else {"labels": "int64"}
+    features = Features(
+        {name: List(Value(dtype)) for name, dtype in lists.items()}
+        | {name: Value("int64") for name in ("shortened", "document", "length")}
+    )
+
     def build_rows(batch, indices):
         # Row by row: a batch of empty rows would look like one text to a tokenizer.
-        rows: dict[str, list] = {}
+        rows: dict[str, list] = {name: [] for name in features}
         for number, (document, words) in enumerate(zip(indices, batch[task.text_column], strict=True)):
             labels = None
             if label_names is not None:
@@ -171,24 +179,12 @@ def token_classification_dataset(
             for row in _rows(words, labels, tokenizer, room, doc_stride):
                 if labels is not None and task.label_all_tokens:
                     _label_all(row, labels, further)
-                for name, value in row.items():
-                    if name != "word_ids":
-                        rows.setdefault(name, []).append(value)
-                rows.setdefault("document", []).append(document)
-                rows.setdefault("length", []).append(len(row["input_ids"]))
+                row |= {"document": document, "length": len(row["input_ids"])}
+                for name, values in rows.items():
+                    values.append(row[name])
         return rows
 
-    rows = dataset.map(
-        build_rows,
-        batched=True,
-        batch_size=100,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        num_proc=num_proc,
-        load_from_cache_file=load_from_cache_file,
-        desc=desc,
-    )
-    return rows.add_column("index", range(len(rows)))
+    return make_rows(dataset, build_rows, 100, num_proc, load_from_cache_file, desc, features)
 
 
 def _check_names(dataset: Dataset, task: TokenTask, label_names: Sequence[str], where: str) -> None:
@@ -197,8 +193,8 @@ def _check_names(dataset: Dataset, task: TokenTask, label_names: Sequence[str], 
         unknown = set(tag_values(dataset, task.label_column, tags, task.label_names)) - known
         if unknown:
             raise ValueError(
-                f"The column {task.label_column!r} of {where} holds {sorted(unknown)} in row {number}, not among "
-                f"of the labels {list(label_names)}."
+                f"The column {task.label_column!r} of {where} contains {sorted(unknown)} in row {number}, not among "
+                f"the labels {list(label_names)}."
             )
 
 

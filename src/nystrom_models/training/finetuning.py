@@ -148,6 +148,15 @@ class FinetuningRun:
         """The rows of a split, with `length` and `index`, the number of the row."""
         raise NotImplementedError
 
+    def row_options(self, split: str) -> dict[str, Any]:
+        """Arguments that all data sets of rows have."""
+        return {
+            "num_proc": self.args.preprocessing_num_workers,
+            "load_from_cache_file": not self.args.overwrite_cache,
+            "desc": f"Tokenizing {self.where[split]}",
+            "where": self.where[split],
+        }
+
     def notes(self, split: str, rows: Dataset) -> list[str]:
         """What is to be said of the rows of a split, such as how many were cut; a sentence each."""
         return []

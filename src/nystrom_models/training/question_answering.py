@@ -95,10 +95,7 @@ class QuestionAnsweringRun(FinetuningRun):
             int(args.max_seq_length or 0),
             self._has_answers(split, dataset),
             args.doc_stride,
-            args.preprocessing_num_workers,
-            not args.overwrite_cache,
-            desc=f"Tokenizing {self.where[split]}",
-            where=self.where[split],
+            **self.row_options(split),
         )
 
     def notes(self, split: str, rows: Dataset) -> list[str]:

@@ -245,11 +245,8 @@ class TextClassificationRun(FinetuningRun):
             task.regression,
             args.truncation_strategy,
             task.label_delimiter if task.multi_label else None,
-            args.preprocessing_num_workers,
-            not args.overwrite_cache,
-            desc=f"Tokenizing {self.where[split]}",
-            where=self.where[split],
             doc_stride=args.doc_stride,
+            **self.row_options(split),
         )
 
     def notes(self, split: str, rows: Dataset) -> list[str]:

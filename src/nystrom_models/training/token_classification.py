@@ -76,6 +76,7 @@ class TokenClassificationArguments(FinetuningArguments):
             self.label_column_name or f"{self.task_name}_tags",
             None if self.label_names is None else tuple(self.label_names),
             self.label_all_tokens,
+            "accuracy" if self.task_name == "pos" else "f1",
         )
 
 
@@ -136,16 +137,13 @@ class TokenClassificationRun(FinetuningRun):
             self.task,
             self.names if split in self.labelled else None,
             args.doc_stride,
-            args.preprocessing_num_workers,
-            not args.overwrite_cache,
-            desc=f"Tokenizing {self.where[split]}",
-            where=self.where[split],
+            **self.row_options(split),
         )
 
     def notes(self, split: str, rows: Dataset) -> list[str]:
         """As `FinetuningRun.notes`."""
         examples, longest = self.examples[split], self.args.max_seq_length
-        parts = torch.tensor(list(rows["document"])).bincount()
+        parts = torch.tensor(list(rows["document"]), dtype=torch.int64).bincount()
         found = []
         if number := int((parts > 1).sum()):
             found.append(
