@@ -107,7 +107,9 @@ def test_conll_files_and_a_label_of_the_validation_set_alone(checkpoint, tmp_pat
     dev.write_bytes(gzip.compress(b"good\tB-x\nfilm\tI-z\n\nthe\tO\nbad\tB-y\n"))
     files = ["--train_file", str(train), "--validation_file", str(dev)]
     results = run(checkpoint, tmp_path, *files, "--max_train_steps", "1", "--return_entity_level_metrics")
-    assert "I-z: not in the train set, but in the validation set." in capsys.readouterr().out
+    assert "Labels of the validation set that the train set does not have, and that cannot be learned: I-z." in (
+        capsys.readouterr().out
+    )
     assert results["validation"]["z_f1"] == 0.0 and results["validation"]["accuracy"] < 1
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "output")
     assert model.config.label2id == {"B-x": 0, "B-y": 1, "O": 2, "I-z": 3}

@@ -23,7 +23,7 @@ from .splits import sample
 
 
 class Task(Protocol):
-    """What a model predicts from which columns."""
+    """What a model predicts, and from which columns."""
 
     @property
     def best_metric(self) -> str:
@@ -158,7 +158,7 @@ class FinetuningRun:
         }
 
     def notes(self, split: str, rows: Dataset) -> list[str]:
-        """What is to be said of the rows of a split, such as how many were cut; a sentence each."""
+        """Sentences to print about the rows of a split, such as how many texts were cut."""
         return []
 
     def collator(self, with_index: bool = False) -> Collator:
@@ -170,7 +170,7 @@ class FinetuningRun:
         raise NotImplementedError
 
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Any, dict[str, float]]:
-        """The predictions for a split and, if their solutions are known, loss and metrics."""
+        """The predictions for a split and, if labels or right answers are known, loss and metrics."""
         raise NotImplementedError
 
     def write(self, split: str, predictions: Any) -> None:
@@ -214,7 +214,7 @@ class FinetuningRun:
         }
 
     def write_tests(self, model: nn.Module, batch_size: int) -> dict[str, dict[str, float]]:
-        """Writes predictions for every test set, and returns the scores of those whose solutions are known."""
+        """Writes predictions for every test set, and returns the scores of those with labels or right answers."""
         found: dict[str, dict[str, float]] = {}
         for split in self.rows:
             if split.startswith("test"):
@@ -290,16 +290,16 @@ def finetune(
         optimization: optimizer, schedule and length of the run.
         task: what the columns mean.
         splits: `train`, any number of sets to evaluate on that start with `validation`, and of sets to predict that
-            start with `test`. A test set with labels is scored, too.
+            start with `test`. A test set with labels or answers is scored, too.
         content: [`content_digests`], where they are known already.
 
     Returns:
-        The loss and metrics of every validation set, and of every test set with labels, by its name, and the figures
+        The loss and metrics of every validation set, and of every scored test set, by its name, and the figures
         of `train`; after a signal, only those of `train`.
 
     Raises:
-        ValueError: if a split is missing, `--max_length` is more than the model takes, or the data do not fit the
-            task; all before anything is trained.
+        ValueError: if a split is missing, `--max_length` or `--max_seq_length` is more than the model takes, or the
+            data do not fit the task; all before anything is trained.
     """
     _check_splits(args, splits)
     if not args.do_train:

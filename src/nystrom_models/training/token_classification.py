@@ -118,9 +118,12 @@ class TokenClassificationRun(FinetuningRun):
             }
             self.names = found["train"]
             for split, names in found.items():
-                # Their words count in the scores, though no model can learn them.
+                # They have classes of their own, so that words with these labels count as errors.
                 if new := [name for name in names if name not in self.names]:
-                    self.accelerator.print(f"{', '.join(new)}: not in the train set, but in {self.where[split]}.")
+                    self.accelerator.print(
+                        f"Labels of {self.where[split]} that the train set does not have, and that cannot be learned: "
+                        f"{', '.join(new)}."
+                    )
                     self.names = [*self.names, *new]
         if len(self.names) < 2:
             raise ValueError(f"The train set has only one label, {self.names}: there is nothing to learn.")
