@@ -66,9 +66,8 @@ def require_tags(dataset: Dataset, text_column: str, label_column: str, where: s
         row += len(words)
 
 
-def tag_values(dataset: Dataset, column: str, tags: Sequence[Any], names: Sequence[str] | None) -> list[str]:
-    """The labels of a row by name: numbers are those of the column's `ClassLabel`, or of `names`."""
-    feature = dataset.features[column].feature
+def tag_values(feature: Any, tags: Sequence[Any], names: Sequence[str] | None) -> list[str]:
+    """The labels of a row by name: numbers are those of the `ClassLabel` that `feature` is, or of `names`."""
     if isinstance(feature, ClassLabel):
         return [feature.names[tag] for tag in tags]
     if names is not None:
@@ -159,6 +158,7 @@ def token_classification_dataset(
     if label_names is not None:
         require_tags(dataset, task.text_column, task.label_column, where)
         _check_names(dataset, task, label_names, where)
+        feature = dataset.features[task.label_column].feature
         ids, further = {name: i for i, name in enumerate(label_names)}, inside(label_names)
 
     lists = dict.fromkeys(tokenizer.model_input_names, "int8") | {"input_ids": "int32", "words": "int32"}
@@ -169,17 +169,21 @@ def token_classification_dataset(
     )
 
     def build_rows(batch, indices):
-        # Row by row: a batch of empty rows would look like one text to a tokenizer.
         rows: dict[str, list] = {name: [] for name in features}
-        for number, (document, words) in enumerate(zip(indices, batch[task.text_column], strict=True)):
+        # A tokenizer does not take a list of words that is empty.
+        numbers = [number for number, words in enumerate(batch[task.text_column]) if words]
+        texts = [batch[task.text_column][number] for number in numbers]
+        encoded: Any = tokenizer(texts, is_split_into_words=True, truncation=False, verbose=False) if texts else {}
+        for place, number in enumerate(numbers):
             labels = None
             if label_names is not None:
-                tags = tag_values(dataset, task.label_column, batch[task.label_column][number], task.label_names)
+                tags = tag_values(feature, batch[task.label_column][number], task.label_names)
                 labels = [ids[tag] for tag in tags]
-            for row in _rows(words, labels, tokenizer, room, doc_stride):
+            whole = {name: values[place] for name, values in encoded.items()}
+            for row in _rows(whole, encoded.word_ids(place), labels, room, doc_stride):
                 if labels is not None and task.label_all_tokens:
                     _label_all(row, labels, further)
-                row |= {"document": document, "length": len(row["input_ids"])}
+                row |= {"document": indices[number], "length": len(row["input_ids"])}
                 for name, values in rows.items():
                     values.append(row[name])
         return rows
@@ -188,9 +192,9 @@ def token_classification_dataset(
 
 
 def _check_names(dataset: Dataset, task: TokenTask, label_names: Sequence[str], where: str) -> None:
-    known = set(label_names)
+    known, feature = set(label_names), dataset.features[task.label_column].feature
     for number, tags in enumerate(dataset[task.label_column], start=1):
-        unknown = set(tag_values(dataset, task.label_column, tags, task.label_names)) - known
+        unknown = set(tag_values(feature, tags, task.label_names)) - known
         if unknown:
             raise ValueError(
                 f"The column {task.label_column!r} of {where} contains {sorted(unknown)} in row {number}, not among "
@@ -199,19 +203,19 @@ def _check_names(dataset: Dataset, task: TokenTask, label_names: Sequence[str], 
 
 
 def _rows(
-    words: Sequence[str], labels: Sequence[int] | None, tokenizer: PreTrainedTokenizerBase, room: int, overlap: int
+    whole: Mapping[str, Sequence[int]],
+    word_of: Sequence[int | None],
+    labels: Sequence[int] | None,
+    room: int,
+    overlap: int,
 ) -> list[dict[str, Any]]:
     """The rows of one text, each with the columns of the tokenizer, `word_ids`, `words`, `labels` and `shortened`."""
-    if not words:
-        return []
-    encoded = tokenizer(list(words), is_split_into_words=True, truncation=False, verbose=False)
-    word_of = encoded.word_ids()
     body = [i for i, word in enumerate(word_of) if word is not None]
     if not body:
         return []
     tokens: dict[int, list[int]] = {}  # positions by word, without words that are no token
     for i in body:
-        tokens.setdefault(word_of[i], []).append(i)
+        tokens.setdefault(word_of[i], []).append(i)  # type: ignore[arg-type]
     shortened = {word for word, places in tokens.items() if len(places) > room}
     spans = [(word, places[:room]) for word, places in tokens.items()]
     sizes = [len(places) for _, places in spans]
@@ -226,7 +230,7 @@ def _rows(
             *range(body[-1] + 1, len(word_of)),
         ]
         first = {span[0]: word for k, (word, span) in enumerate(spans[begin:end], begin) if owner[k] == number}
-        row: dict[str, Any] = {name: [values[i] for i in places] for name, values in encoded.items()}
+        row: dict[str, Any] = {name: [values[i] for i in places] for name, values in whole.items()}
         row["words"] = [first.get(i, -1) for i in places]
         row["word_ids"] = [word_of[i] for i in places]
         row["shortened"] = sum(word in shortened for word in first.values())

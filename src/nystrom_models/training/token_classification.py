@@ -179,8 +179,8 @@ class TokenClassificationRun(FinetuningRun):
                     tags[document][word] = self.names[label]
         if split not in self.labelled:
             return tags, {}
-        column, names = self.task.label_column, self.task.label_names
-        references = [tag_values(examples, column, labels, names) for labels in examples[column]]
+        column, feature = examples[self.task.label_column], examples.features[self.task.label_column].feature
+        references = [tag_values(feature, labels, self.task.label_names) for labels in column]
         kinds = sorted({name[2:] for name in self.names if name[1:2] == "-"})
         scores = entity_scores(references, tags, kinds if self.args.return_entity_level_metrics else ())
         loss = float(torch.stack(found["loss"]).double().sum() / torch.stack(found["count"]).sum())
