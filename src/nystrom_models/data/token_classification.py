@@ -170,20 +170,17 @@ def token_classification_dataset(
 
     def build_rows(batch, indices):
         rows: dict[str, list] = {name: [] for name in features}
-        # A tokenizer does not take a list of words that is empty.
-        numbers = [number for number, words in enumerate(batch[task.text_column]) if words]
-        texts = [batch[task.text_column][number] for number in numbers]
-        encoded: Any = tokenizer(texts, is_split_into_words=True, truncation=False, verbose=False) if texts else {}
-        for place, number in enumerate(numbers):
+        encoded = tokenizer(batch[task.text_column], is_split_into_words=True, truncation=False, verbose=False)
+        for number, document in enumerate(indices):
             labels = None
             if label_names is not None:
                 tags = tag_values(feature, batch[task.label_column][number], task.label_names)
                 labels = [ids[tag] for tag in tags]
-            whole = {name: values[place] for name, values in encoded.items()}
-            for row in _rows(whole, encoded.word_ids(place), labels, room, doc_stride):
+            whole = {name: values[number] for name, values in encoded.items()}
+            for row in _rows(whole, encoded.word_ids(number), labels, room, doc_stride):
                 if labels is not None and task.label_all_tokens:
                     _label_all(row, labels, further)
-                row |= {"document": indices[number], "length": len(row["input_ids"])}
+                row |= {"document": document, "length": len(row["input_ids"])}
                 for name, values in rows.items():
                     values.append(row[name])
         return rows
