@@ -23,7 +23,7 @@ except ImportError:  # Python 3.10, for which pytest brings the same
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "floors"
 # What the tests themselves need, as in the development environment.
-TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML")
+TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML", "setuptools")
 TESTS = (
     "tests/data",
     "tests/training",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """However processes are launched, they are one run, or an error that says what to set."""
 
+import copy
 import json
 import os
 import subprocess
@@ -110,11 +111,11 @@ def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, 
 
 
 def test_a_process_that_is_alone_already(monkeypatch):
-    # Not in the state that a test before has left, in half precision for instance, nor with its variables.
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE", "MASTER"))]:
-        monkeypatch.delenv(name)
+    # Not in the state that a test before has left, in half precision for instance.
     AcceleratorState._reset_state(reset_partial_state=True)
     create_accelerator()
+    # As `Dataset.map` with several processes does.
+    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"2 processes were launched \(WORLD_SIZE\).*ACCELERATE_USE_CPU=true"):
         create_accelerator()
