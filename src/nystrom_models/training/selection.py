@@ -39,7 +39,7 @@ class Goal:
         return sum(values) / len(values)
 
     def is_better(self, value: float, than: float | None, threshold: float = 0.0) -> bool:
-        """Whether a value is better by more than `threshold`. NaN never is; other values are better than NaN or None."""
+        """Whether a value is better by more than `threshold`. NaN never is; others are better than NaN or None."""
         if math.isnan(value):
             return False
         if than is None or math.isnan(than):
