@@ -295,15 +295,15 @@ def test_contributing_names_every_source_file_and_folder():
     assert not missing
 
 
-def rooms():
+def groups():
     """The files of models/, group by group, as listed in CONTRIBUTING.md."""
-    drawn = CONTRIBUTING.split("## The house")[1].split("A call goes down once")[0]
+    drawn = CONTRIBUTING.split("## Imports between files")[1].split("A call goes down once")[0]
     return [line.split() for line in drawn.splitlines() if line.startswith(" " * 8)]
 
 
-def test_files_of_models_know_only_rooms_above_their_own():
+def test_files_of_models_import_only_files_listed_above():
     folder = ROOT / "src/nystrom_models/models"
-    order = [name for room in rooms() for name in room]
+    order = [name for group in groups() for name in group]
     assert set(order) == {path.stem for path in folder.glob("*.py")} - {"__init__"} and len(order) == len(set(order))
     for place, name in enumerate(order):
         text = (folder / f"{name}.py").read_text(encoding="utf-8")

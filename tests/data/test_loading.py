@@ -178,7 +178,7 @@ def test_classification_rows(tokenizer):
     rows = Dataset.from_dict({"text": ["the mean", "value " * 50], "label": ["b", "a"]})
     encoded = classification_dataset(rows, tokenizer, 16, label_names=["a", "b"])
     assert encoded["labels"] == [1, 0] and encoded["length"][1] == 16 and encoded["index"] == [0, 1]
-    with pytest.raises(ValueError, match=r"holds \['b'\]"):
+    with pytest.raises(ValueError, match=r"contains \['b'\]"):
         classification_dataset(rows, tokenizer, 16, label_names=["a"])
     with pytest.raises(ValueError, match="has no column 'category'"):
         classification_dataset(rows, tokenizer, 16, label_column="category")

@@ -342,7 +342,7 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--max_length 65", ValueError, "max_position_embeddings=65"),
         ("--text_column_name body", ValueError, "no column 'body'; its columns are"),
         ("--validation_split_percentage 0", ValueError, "--validation_file"),
-        ("--dataset_name some/corpus", ValueError, "both are given: --train_file"),
+        ("--dataset_name some/corpus", ValueError, "but not both: --train_file"),
         ("--config_overrides hidden_sise=64", ValueError, "--config_overrides .*hidden_sise"),
         ("--config_overrides num_attention_heads=5", ValueError, "num_attention_heads"),
         (
