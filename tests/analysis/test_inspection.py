@@ -102,7 +102,9 @@ def test_figures_of_several_texts_are_taken_over_all_of_their_entries():
 
 def test_pictures_are_the_maps_themselves_or_means_of_their_blocks(monkeypatch):
     model, (call,) = make_model("Bert"), alone([36])
-    whole = inspect_attention(model, [call], num_landmarks=[8]).layers[0].pictures.float()
+    # The errors beside them are those of this text, whatever longer texts have.
+    found = inspect_attention(model, [call, *alone([37])], num_landmarks=[8], max_rows=36).layers[0]
+    whole, errors = found.pictures.float(), found.picture_errors
     layers = []
     visit_attention(model, call, layers.append)
     maps = [
@@ -110,6 +112,8 @@ def test_pictures_are_the_maps_themselves_or_means_of_their_blocks(monkeypatch):
         for measured, options in ((exact_map, ()), (nystrom_map, (8,)))
     ]
     torch.testing.assert_close(whole, torch.stack(maps), rtol=1e-3, atol=1e-3)
+    norms = [torch.linalg.matrix_norm(tensor) for tensor in (maps[1] - maps[0], maps[0])]
+    torch.testing.assert_close(errors, (norms[0] / norms[1]).to(errors.dtype), rtol=1e-4, atol=1e-6)
     monkeypatch.setattr(inspection, "PICTURE", 9)
     small = inspect_attention(model, [call], num_landmarks=[8]).layers[0].pictures.float()
     blocks = torch.stack(maps).unflatten(3, (9, 4)).mean(4).unflatten(2, (9, 4)).mean(3)
