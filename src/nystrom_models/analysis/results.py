@@ -55,8 +55,10 @@ class Spectrum:
 class Layer:
     """The measurements of a layer.
 
-    errors: sums by setting. spectrum: that of the exact maps. pictures: (2, H, P, P), the exact and the approximated
-    maps of a text. picture_errors: (H,), the relative errors of these. token: what the chosen token attends to, (2, H, N), exactly and approximated.
+    errors: sums by setting. spectrum: that of the exact maps.
+    pictures: (2, H, P, P), the exact and the approximated maps of a text. picture_errors: (H,), the relative errors of
+        these.
+    token: what the chosen token attends to, (2, H, N), exactly and approximated.
     """
 
     name: str
