@@ -43,8 +43,8 @@ def test_configuration_gives_the_model_its_name_says(name):
     size, length, *options = stem.split("-")
     assert type(config).__module__.startswith("nystrom_models.") and config.model_type == family
     assert (config.hidden_size, config.num_hidden_layers) == SIZES[size]
-    # Positions are counted as in the published Nyströmformers (n - 2), or as in the Linformer paper (n); of a causal
-    # model the name says how long the rows are that it is trained on.
+    # Positions are n - 2 as in the published Nyströmformers, or n as in the Linformer paper. The name of a causal
+    # model has the length of its training rows.
     expected = (None,) if config.is_decoder else (int(length) - 2, int(length))
     assert config.max_position_embeddings in expected
     if family == "nystromformer":
@@ -75,7 +75,7 @@ def test_sharing_modes_have_the_number_of_projections_of_the_paper():
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "recipes").iterdir()), ids=lambda path: path.stem)
 def test_recipe_is_taken_by_its_script(path, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # paths of a recipe are beside it, wherever it is used from
+    monkeypatch.chdir(tmp_path)  # paths in a recipe are relative to it, not to the current folder
     script = path.read_text().split(maxsplit=2)[1].rstrip(",:")
     flags = ["--recipe", os.path.relpath(path), "--output_dir", "x", "--tokenizer_name", "x"]
     if script == "examples/run_pretraining.py":
@@ -149,7 +149,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "recipes").iterdir()), ids=lambda path: path.stem)
 def test_recipe_runs(path, material, tmp_path, monkeypatch):
-    """From another folder, for a step, at a small size; but for that as it is written."""
+    """Each recipe runs from another folder, unchanged except for small sizes and a single step."""
     monkeypatch.chdir(tmp_path)
     script = importlib.import_module(
         path.read_text().split(maxsplit=2)[1].rstrip(",:")[len("examples/") : -len(".py")]

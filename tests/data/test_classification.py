@@ -103,7 +103,7 @@ def test_several_labels_a_row(data, tokenizer):
     rows = classification_dataset(data, tokenizer, 8, label_names=ids, label_delimiter=",")
     assert rows["labels"] == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
     assert ClassificationCollator(tokenizer)(list(rows))["labels"].dtype == torch.float32
-    with pytest.raises(ValueError, match=r"holds \['z'\]"):
+    with pytest.raises(ValueError, match=r"contains \['z'\]"):
         classification_dataset(data, tokenizer, 8, label_names={"x": 0, "y": 1}, label_delimiter=",")
 
 

@@ -22,7 +22,7 @@ _POSITIONS = "embeddings.position_embeddings.weight"
 _TYPES = "embeddings.token_type_embeddings.weight"
 _WORDS = "embeddings.word_embeddings.weight"
 _DECODER = "cls.predictions.decoder.weight"
-# Weights of a family's attention beside queries, keys and values, which the other families do not have.
+# Weights of a family's attention other than queries, keys and values, which the other families do not have.
 _OF_A_FAMILY = re.compile(
     r"encoder\.(layer\.\d+\.attention\.self\.(conv|query_features|key_features|\w*projection)|sequence_projection)\."
 )
