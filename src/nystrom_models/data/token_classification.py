@@ -115,8 +115,8 @@ def token_classification_dataset(
 ) -> Dataset:
     """Tokenized rows with a label for each word, on its first token.
 
-    A text that is longer than a row becomes several rows of whole words. Where they overlap, a word belongs to the one
-    in which it has the most context; in the others its tokens have no label. A word that is longer than a row keeps
+    A text that is longer than a row becomes several rows of whole words. If rows overlap, a word belongs to the row in
+    which it has the most context; in the other rows its tokens have no label. A word that is longer than a row keeps
     the tokens that fit.
 
     Args:

@@ -24,7 +24,7 @@ def window_starts(length: int, size: int, overlap: int = 0) -> list[int]:
 
 
 def word_windows(sizes: Sequence[int], size: int, overlap: int = 0) -> list[tuple[int, int]]:
-    """Windows of whole words, each as the number of its first word and of the word after its last.
+    """Windows of whole words. Each is the number of its first word and that of the word after its last one.
 
     Args:
         sizes: the number of tokens of each word, none more than `size`.
@@ -62,8 +62,8 @@ def word_windows(sizes: Sequence[int], size: int, overlap: int = 0) -> list[tupl
 
 
 def owners(sizes: Sequence[int], windows: Sequence[tuple[int, int]]) -> list[int]:
-    """For each word the window in which it has the most context: where the nearer end of the window is farthest, as
-    BERT's SQuAD script chooses among windows; the first one if several are equal.
+    """For each word the window in which it has the most context, as in BERT's SQuAD script: the window whose nearer
+    end is farthest from the word; the first one if several are equal.
 
     Args:
         sizes: the number of tokens of each word.

@@ -76,7 +76,7 @@ def collect_answers(
             if first < 0:
                 continue
             span = row["char_starts"][first - begin], row["char_ends"][last - begin]
-            # A span in several windows counts where it scores best.
+            # A span that several windows contain keeps its best score.
             if sum(spans[document].get(span, (-math.inf, -math.inf))) < start_logit + end_logit:
                 spans[document][span] = (start_logit, end_logit)
     answers = Answers()

@@ -81,7 +81,7 @@ class QuestionAnsweringRun(FinetuningRun):
             require_answers(dataset, self.task.version_2, self.where[split])
 
     def _has_answers(self, split: str, dataset: Dataset) -> bool:
-        """Whether a split is scored. Those of hidden tests have no answers, or none but empty lists."""
+        """Whether the answers of a split are known. A hidden test set has no such column, or only empty lists."""
         if not split.startswith("test"):
             return True
         return "answers" in dataset.column_names and any(map(answers_of, dataset["answers"]))
@@ -168,7 +168,8 @@ class QuestionAnsweringRun(FinetuningRun):
                     f"{100 * scores['best_f1']:.1f} with --null_score_diff_threshold={threshold:.4g}."
                 )
         if split.startswith("validation") and self.accelerator.is_main_process:
-            self.write(split, answers)  # the set that most publish predictions for; the last model's stay
+            # Of SQuAD, the validation set is the public one. Each evaluation replaces the files of the one before.
+            self.write(split, answers)
         return answers, {"loss": float(torch.stack(found["loss"]).double().mean()), **scores}
 
     def write(self, split: str, predictions: Answers) -> None:

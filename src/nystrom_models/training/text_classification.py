@@ -72,7 +72,7 @@ class TextClassificationArguments(FinetuningArguments):
         """As `FinetuningArguments.run_class`."""
         return TextClassificationRun
 
-    def task(self) -> TextTask:
+    def text_task(self) -> TextTask:
         """The task of data that are not a known benchmark."""
         metric, best = "classification", "accuracy"
         if self.do_regression:
