@@ -45,8 +45,8 @@ def auto_class(head: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Transformers' report on a class that the source is only read through; ours follows."""
+def without_load_report() -> Iterator[None]:
+    """Without Transformers' report on what a class does not take of a checkpoint, for those who report themselves."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -82,7 +82,7 @@ def read_source(
     reader = getattr(transformers, kind.pretraining_class) if head == "ForPreTraining" else auto_class(head)
     # What does not fit is reported as missing, and refused where it is of the encoder.
     arguments = arguments | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with _quiet():
+    with without_load_report():
         model, info = reader.from_pretrained(model_name_or_path, config=copy.deepcopy(config), **arguments)
         # Of base models, names have no prefix.
         prefix = model.base_model_prefix + "."

@@ -40,6 +40,7 @@ from .language_modeling import (
     stream_arguments,
     train_and_score,
 )
+from .lora import LoraArguments, add_lora
 from .objectives import Objective, PretrainingObjective
 from .optimization import OptimizationArguments
 from .run import finish_run, prepare_model, start_run
@@ -52,7 +53,7 @@ EVAL_MLM_PROBABILITY = 0.15
 
 
 @dataclass(kw_only=True)
-class PretrainingArguments(LanguageModelingArguments, TeacherArguments):
+class PretrainingArguments(LanguageModelingArguments, TeacherArguments, LoraArguments):
     """The flags of run_pretraining.py."""
 
     max_length: int | None = field(
@@ -79,6 +80,9 @@ class PretrainingArguments(LanguageModelingArguments, TeacherArguments):
     def __post_init__(self):
         LanguageModelingArguments.__post_init__(self)
         TeacherArguments.__post_init__(self)
+        LoraArguments.__post_init__(self)
+        if self.lora_r is not None and self.model_name_or_path is None:
+            raise ValueError("--lora_r leaves the weights of a model as they are: give it by --model_name_or_path.")
         if not self.do_train and self.teacher_model_name_or_path is not None:
             raise ValueError("--no_do_train teaches nothing: leave out --teacher_model_name_or_path.")
 
@@ -259,6 +263,13 @@ def pretrain(
 
     objective: Objective = PretrainingObjective()
     settings = model_settings(config, tokenizer)
+    if args.lora_r is not None:
+        if optimization.optim == "muon":
+            raise ValueError("--lora_r trains matrices of low rank, which Muon is not made for: --optim adamw.")
+        add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
+        accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
+        # Checkpoints hold what is trained; all else is read again.
+        settings["the initial weights"] = identity["model"]
     teacher = _teacher(args, tokenizer)
     if teacher is not None:
         objective = with_teacher(objective, teacher, model, accelerator, args)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, PreTra
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..analysis.substitution import attending_by
+from ..conversion.reading import without_load_report
 from ..conversion.sources import source_kind
 from ..data.special_tokens import Template
 from ..models.modeling_base import BasePreTrainedModel
@@ -77,10 +78,11 @@ class Teacher:
             kind = source_kind(self.config)
         except ValueError as error:
             raise ValueError(f"{FLAG} {name} cannot teach. {error}") from error
-        if self.config.is_decoder:
+        if getattr(self.config, "is_decoder", False):
             raise ValueError(f"{FLAG} {name} is a causal model, which sees only the tokens before: give an encoder.")
         _check_vocabulary(name, tokenizer)
-        model, info = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
+        with without_load_report():
+            model, info = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
         if info["missing_keys"] and with_logits:
             raise ValueError(
                 f"{FLAG} {name} has no trained head that predicts tokens: the checkpoint lacks "
