@@ -23,7 +23,7 @@ from ..models.modeling_base import BasePreTrainedModel
 from ..models.self_attention import SelfAttention
 from .identity import vocabulary_digest, weights_digest
 from .objectives import Batch
-from .windows import Cutter, Windows
+from .teacher_windows import Cutter, Windows
 
 FLAG = "--teacher_model_name_or_path"
 

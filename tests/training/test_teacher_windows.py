@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nystrom_models.training.windows import Cutter
+from nystrom_models.training.teacher_windows import Cutter
 
 CLS, SEP, PAD = 2, 3, 0
 
