@@ -51,8 +51,7 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
     taps, count, steps = inputs["conv_weight"], setting.num_landmarks, 6
     rows, seed, dropout_p = None, None, 0.0
     if ragged:
-        lengths = torch.linspace(setting.length / 2, setting.length, setting.batch_size, device=setting.device)
-        mask = torch.arange(setting.length, device=setting.device) < lengths[:, None]
+        mask = row_mask(setting)
         rows, dropout_p = Rows.of(mask, landmark_segments(mask, count)), DROPOUT
         seed = torch.tensor([setting.seed], device=setting.device)
     forward = (query, key, value, taps, seed, list(rows or ()), count, steps, dropout_p)
@@ -119,6 +118,38 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
             7,
         ),
     }
+
+
+def prepare_linear(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
+    """The launches of a forward and of a backward pass of causal linear attention, with as many features of a head as
+    channels; none for sizes that do not fit.
+
+    ragged: of rows of n / 2 to n tokens.
+    """
+    from nystrom_models.kernels.linear import dispatch
+    from nystrom_models.kernels.linear.causal import causal_backward, causal_forward
+    from nystrom_models.models.attention_linear import elu_features
+
+    inputs = prepare_inputs(WORKLOADS["nystrom-conv"], setting)
+    query, key, value = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
+    query, key = elu_features(query), elu_features(key)
+    mask = row_mask(setting) if ragged else None
+    # The interpreter is told of no GPU, which is a reason of its own.
+    if setting.device == "cuda" and dispatch.why_not(query, key, value, mask) is not None:
+        return {}
+    q, k, v = (states.transpose(1, 2).contiguous() for states in (query, key, value))
+    out, states = causal_forward(q, k, v, mask)
+    do = gradient_like(out, setting.seed)
+    return {
+        "causal_linear_fwd": Kernel(lambda: causal_forward(q, k, v, mask), 4),
+        "causal_linear_bwd": Kernel(lambda: causal_backward(q, k, v, mask, states, do, None), 7),
+    }
+
+
+def row_mask(setting: Setting) -> Tensor:
+    """(B, N) bool: rows of n / 2 to n tokens."""
+    lengths = torch.linspace(setting.length / 2, setting.length, setting.batch_size, device=setting.device)
+    return torch.arange(setting.length, device=setting.device) < lengths[:, None]
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
@@ -189,7 +220,8 @@ def table(
     report: Callable[[str], None],
     names: list[str] | None = None,
 ) -> Iterator[str]:
-    """The lines of a Markdown table of the kernels in one setting, each as soon as it is measured.
+    """The lines of a Markdown table of the kernels in one setting, each as soon as it is measured. Ragged rows have
+    dropout in Nyström attention; linear attention has none.
 
     with_sweep: also the fastest way found to launch each. names: of kernels; None for all.
     """
@@ -199,8 +231,8 @@ def table(
     heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, parts"]
     yield f"| {' | '.join(heading + ['fastest found', 'us'] * with_sweep + ['us ragged, dropout'])} |"
     yield "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep + " ---: |"
-    ragged = prepare(setting, ragged=True)
-    for name, kernel in prepare(setting).items():
+    ragged = prepare(setting, ragged=True) | prepare_linear(setting, ragged=True)
+    for name, kernel in (prepare(setting) | prepare_linear(setting)).items():
         if names is not None and name not in names:
             continue
         report(f"kernels n={setting.length}: {name}")
