@@ -85,7 +85,7 @@ def test_what_is_trained_logged_and_saved(recovered, folder):
     assert str(folder) not in card
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_run_goes_on_bit_for_bit(recovered, step, folder):
     """From within the steps that match attention, and from later."""
     _, options, output, results, history = recovered
@@ -135,7 +135,7 @@ def test_several_processes_train_the_same_model(lora_r, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--attention_matching_steps 8", "first 8 steps prepare the model, and the run has 8"),
+        ("--attention_matching_steps 8", "first 8 steps match the teacher's attention, and the run has 8"),
         ("--no_do_train", "--no_do_train teaches nothing"),
         ("--lora_r 0", "--lora_r must be at least 1"),
         ("--lora_alpha 2", "also give their rank, --lora_r"),

@@ -10,7 +10,7 @@ Legend: B rows, N tokens of a row, C hidden size, V vocabulary, T masked tokens.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ class TeacherArguments:
             "--max_train_steps; the schedule, with its warm-up, begins after them."
         },
     )
-    attention_matching_parameters: str | None = field(
+    attention_matching_parameters: Literal["all", "added"] | None = field(
         default=None,
         metadata={
             "help": "What these steps train: 'all' of the attention (the default), or 'added': only what the source's "

@@ -149,8 +149,8 @@ class TrainingLoop:
             )
         if objective.preparation is not None and objective.preparation.steps >= self.total_steps:
             raise ValueError(
-                f"The first {objective.preparation.steps} steps prepare the model, and the run has "
-                f"{self.total_steps}: give more --max_train_steps."
+                f"The first {objective.preparation.steps} steps match the teacher's attention, and the run has "
+                f"{self.total_steps}: give more --max_train_steps, or fewer --attention_matching_steps."
             )
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             # It wants to know what it does not see, rows of one micro-batch, and clips gradients itself.

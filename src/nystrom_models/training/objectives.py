@@ -12,7 +12,8 @@ Batch = Mapping[str, Tensor]
 
 
 class Preparation(NamedTuple):
-    """The first steps of a run, which come before the schedule: their number, and their constant learning rate."""
+    """The first steps of a run, such as those that match a teacher's attention, which come before the schedule: their
+    number, and their constant learning rate."""
 
     steps: int
     learning_rate: float

@@ -44,7 +44,7 @@ from .lora import LoraArguments, add_lora
 from .objectives import Objective, PretrainingObjective
 from .optimization import OptimizationArguments
 from .run import finish_run, prepare_model, start_run
-from .saving import bare_model, save_pretrained
+from .saving import SHARDED, bare_model, save_pretrained
 from .scores import evaluate
 from .teacher import Teacher
 
@@ -53,7 +53,7 @@ EVAL_MLM_PROBABILITY = 0.15
 
 
 @dataclass(kw_only=True)
-class PretrainingArguments(LanguageModelingArguments, TeacherArguments, LoraArguments):
+class PretrainingArguments(LoraArguments, TeacherArguments, LanguageModelingArguments):
     """The flags of run_pretraining.py."""
 
     max_length: int | None = field(
@@ -255,7 +255,9 @@ def pretrain(
     accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
     identity = {"validation": data_digest(held_out.dataset)}
     if args.model_name_or_path is not None:
-        identity["model"] = weights_digest(args.model_name_or_path, config)
+        # The configuration may be another's; that of the weights says which commit of the Hub they are.
+        source_config = AutoConfig.from_pretrained(args.model_name_or_path)
+        identity["model"] = weights_digest(args.model_name_or_path, source_config)
     if not args.do_train:
         results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
         finish_run(accelerator, None, results, (args, optimization), identity, {})
@@ -266,6 +268,11 @@ def pretrain(
     if args.lora_r is not None:
         if optimization.optim == "muon":
             raise ValueError("--lora_r trains matrices of low rank, which Muon is not made for: --optim adamw.")
+        if accelerator.distributed_type in SHARDED:
+            raise ValueError(
+                f"--lora_r merges whole matrices, and {accelerator.distributed_type.value} divides them: use the "
+                "launch files of configs/accelerate/ without sharding."
+            )
         add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
         accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
         # Checkpoints hold what is trained; all else is read again.

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..analysis.substitution import attending_by
 from ..conversion.reading import without_load_report
-from ..conversion.sources import source_kind
+from ..conversion.sources import source_fields, source_kind
 from ..data.special_tokens import Template
 from ..models.modeling_base import BasePreTrainedModel
 from ..models.self_attention import SelfAttention
@@ -136,19 +136,29 @@ class Teacher:
         found: list[Tensor] = []
         with _caught_attention(self.model, found):
             outputs = self._run(self.model.base_model, windows, True)
-        if len(found) != len(outputs.hidden_states) - 1:
-            raise ValueError(
-                f"{FLAG} {self.name} has {len(found)} attention layers and {len(outputs.hidden_states) - 1} states, "
-                "which cannot be matched layer by layer: leave out --attention_matching_steps."
-            )
+        self._require_layers(len(found), "--attention_matching_steps 0")
         return TeacherAttention(windows, outputs.hidden_states[:-1], tuple(found))
+
+    def _require_layers(self, number: int, instead: str) -> None:
+        """Raises ValueError if the outputs of so many layers are there, and not of each."""
+        layers = source_fields(self.config)["num_hidden_layers"]
+        if number != layers:
+            raise ValueError(
+                f"{FLAG} {self.name} has {layers} layers and shows {number} of them, so that they cannot be compared "
+                f"one by one: {instead}."
+            )
 
     def _run(self, model: Any, windows: Windows, with_states: bool) -> Any:
         inputs = dict(windows.inputs)
         types = inputs.pop("token_type_ids")
         if "token_type_ids" in self._arguments and self.num_types > 1:
             inputs["token_type_ids"] = types
-        return model(**inputs, output_hidden_states=with_states)
+        outputs = model(**inputs, output_hidden_states=with_states)
+        if with_states:
+            self._require_layers(
+                len(outputs.hidden_states) - 1, "--attention_matching_steps 0 --alpha_mse 0 --alpha_cos 0"
+            )
+        return outputs
 
 
 def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
