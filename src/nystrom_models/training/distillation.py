@@ -30,7 +30,6 @@ from .teacher import FLAG, Teacher, TeacherAttention, TeacherOutputs
 _DEFAULTS: dict[str, Any] = {
     "attention_matching_steps": 0,
     "attention_matching_parameters": "all",
-    "attention_matching_learning_rate": 1e-3,
     "temperature": 2.0,
     "alpha_ce": 1.0,
     "alpha_mlm": 1.0,
@@ -67,7 +66,8 @@ class TeacherArguments:
         },
     )
     attention_matching_learning_rate: float | None = field(
-        default=None, metadata={"help": "Constant learning rate of these steps; 1e-3 by default."}
+        default=None,
+        metadata={"help": "Constant learning rate of these steps; by default 1e-3 for 'all' and 1e-2 for 'added'."},
     )
     temperature: float | None = field(
         default=None, metadata={"help": "With a teacher: temperature of --alpha_ce's softmax; 2 by default."}
@@ -98,7 +98,8 @@ class TeacherArguments:
     )
 
     def __post_init__(self):
-        given = [name for name in _DEFAULTS if getattr(self, name) is not None]
+        rate = "attention_matching_learning_rate"
+        given = [name for name in (*_DEFAULTS, rate) if getattr(self, name) is not None]
         if self.teacher_model_name_or_path is None:
             if given:
                 raise ValueError(f"--{given[0]} is for training with a teacher: also give {FLAG}.")
@@ -106,10 +107,12 @@ class TeacherArguments:
         for name, value in _DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if self.attention_matching_learning_rate is None:
+            self.attention_matching_learning_rate = 1e-2 if self.attention_matching_parameters == "added" else 1e-3
         for name in ("attention_matching_steps", "alpha_ce", "alpha_mlm", "alpha_mse", "alpha_cos"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"--{name} must be at least 0, but is {getattr(self, name)}.")
-        for name in ("temperature", "attention_matching_learning_rate"):
+        for name in ("temperature", rate):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be positive, but is {getattr(self, name)}.")
         if self.attention_matching_parameters not in ("all", "added"):
