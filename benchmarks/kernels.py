@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels one by one: how long each takes on the device, how close that is to the memory's limit, what
-masked rows and dropout cost, and whether another way to launch it is faster."""
+"""Times each Triton kernel on the device: its share of the memory bandwidth, the cost of masked rows and dropout, and
+whether another way to launch it is faster."""
 
 import contextlib
 import itertools
@@ -19,8 +19,8 @@ DROPOUT = 0.1
 
 
 class Kernel(NamedTuple):
-    """call: one launch, or the launches that belong together. sequences: how many tensors (B, N, H·D) it must read or
-    write, each once. plan: of a stage that goes through the tokens, its effective launch."""
+    """call: one launch, or launches that belong together. sequences: the number of tensors (B, N, H·D) that it must
+    read or write once. plan: for a stage that goes through the tokens, the launch in use."""
 
     call: Callable[[], Any]
     sequences: int
@@ -30,9 +30,9 @@ class Kernel(NamedTuple):
 def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
     """Every kernel of a forward and a backward pass, and the two passes, on the inputs of `nystrom-conv`.
 
-    ragged: of rows of n / 2 to n tokens, with attention dropout.
+    ragged: with rows of n / 2 to n tokens, and with attention dropout.
     """
-    # Triton is only where its kernels are.
+    # Triton may not be installed where no kernels run.
     from nystrom_models.kernels.nystrom import (
         attention,
         convolution,
@@ -153,9 +153,9 @@ def row_mask(setting: Setting) -> Tensor:
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
-    """Median time of a call on the device, without the host's: of the replays of a CUDA graph of many calls.
+    """The median time of a call on the device, without the host's time: from replays of a CUDA graph of many calls.
 
-    On a CPU, in Triton's interpreter, it is a rehearsal: one call.
+    On a CPU, in Triton's interpreter, one call is timed, as a test run.
     """
     if device == "cuda":
         from triton.testing import do_bench_cudagraph
@@ -183,8 +183,8 @@ def launched(stage: str, place: int, launch: Any) -> Iterator[None]:
 
 
 def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str, float]:
-    """Seconds a call by effective launch, of those that fit: first by block, warps and stages, then by parts of the
-    best. One whose first result differs from that of the launch in use is left out."""
+    """Seconds per call for each launch that fits: first block, warps and stages are varied, then the parts of the
+    best. A launch whose first result differs from that of the launch in use is left out."""
     from nystrom_models.kernels.nystrom.launches import LAUNCHES, Launch
 
     current = LAUNCHES[stage][place]
@@ -198,7 +198,7 @@ def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str,
     expected = result()
 
     def measure(launch: Any) -> None:
-        with launched(stage, place, launch), contextlib.suppress(Exception):  # more than fits, in words of its own
+        with launched(stage, place, launch), contextlib.suppress(Exception):  # it does not fit; the errors differ
             name = describe_plan(kernel.plan())
             if name not in found and deviation(result(), expected) <= GRADIENT_FACTOR * TOLERANCES[setting.dtype]:
                 found[name] = fastest[launch] = seconds(kernel.call, setting.device)
@@ -223,7 +223,7 @@ def table(
     """The lines of a Markdown table of the kernels in one setting, each as soon as it is measured. Ragged rows have
     dropout in Nyström attention; linear attention has none.
 
-    with_sweep: also the fastest way found to launch each. names: of kernels; None for all.
+    with_sweep: adds the fastest launch that was found for each. names: the kernels to time; None for all.
     """
     from nystrom_models.kernels.nystrom.launches import LAUNCHES, launch_place
 

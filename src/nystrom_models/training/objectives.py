@@ -125,7 +125,7 @@ class CausalObjective(Objective):
 
 
 class ClassificationObjective(Objective):
-    """One class a row, for a `ForSequenceClassification` model."""
+    """One class per row, for a `ForSequenceClassification` model."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""
@@ -141,7 +141,7 @@ class ClassificationObjective(Objective):
 
 
 class MultiLabelObjective(Objective):
-    """Any number of classes a row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
+    """Any number of classes per row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""
@@ -163,7 +163,7 @@ class MultiLabelObjective(Objective):
 
 
 class RegressionObjective(Objective):
-    """One number a row, for a `ForSequenceClassification` model with one label."""
+    """One number per row, for a `ForSequenceClassification` model with one label."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""
