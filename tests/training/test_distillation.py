@@ -201,8 +201,8 @@ def test_gradients_flow_only_where_they_should(family, fields, trained, bert, ba
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"alpha_ce": 1.0}, "--alpha_ce is for training with a teacher: also give --teacher_model_name_or_path"),
-        ({"attention_matching_steps": 0}, "--attention_matching_steps is for"),
+        ({"alpha_ce": 1.0}, "--alpha_ce needs a teacher: also give --teacher_model_name_or_path"),
+        ({"attention_matching_steps": 0}, "--attention_matching_steps needs"),
         ({"teacher_model_name_or_path": "x", "temperature": 0.0}, "--temperature must be positive"),
         ({"teacher_model_name_or_path": "x", "alpha_mse": -1.0}, "--alpha_mse must be at least 0"),
         ({"teacher_model_name_or_path": "x", "alpha_mse": math.nan}, "--alpha_mse must be at least 0"),
@@ -236,5 +236,5 @@ def test_teachers_that_cannot_teach(bert, tokenizer, tmp_path):
         teach(student, deep, tokenizer)
     assert teach(student, deep, tokenizer, alpha_mse=0.0)
     flags = {"attention_matching_steps": 1, "attention_matching_parameters": "added"}
-    with pytest.raises(ValueError, match="has nothing that its source has not"):
+    with pytest.raises(ValueError, match="has no parameters that its source does not have"):
         teach(student, bert, tokenizer, **flags)

@@ -136,9 +136,9 @@ def test_several_processes_train_the_same_model(lora_r, folder):
     ("options", "message"),
     [
         ("--attention_matching_steps 8", "first 8 steps match the teacher's attention, and the run has 8"),
-        ("--no_do_train", "--no_do_train teaches nothing"),
+        ("--no_do_train", "--no_do_train does not train"),
         ("--lora_r 0", "--lora_r must be at least 1"),
-        ("--lora_alpha 2", "also give their rank, --lora_r"),
+        ("--lora_alpha 2", "also give --lora_r"),
         ("--lora_r 2 --optim muon", "--optim adamw"),
     ],
 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with a teacher: first its attention, layer by layer; then its hidden states and logits, beside the data.
+"""Training with a teacher: first its attention is matched, layer by layer; then its hidden states and logits.
 
-The first part is that of LoLCATs (Zhang et al. 2024, arXiv:2410.10254, section 3.2), the second that of DistilBERT
-(Sanh et al. 2019, arXiv:1910.01108, section 2), whose flags have the same names here.
+The first part follows LoLCATs (Zhang et al. 2024, arXiv:2410.10254, section 3.2), the second DistilBERT
+(Sanh et al. 2019, arXiv:1910.01108, section 2), whose flags are used here.
 
 Legend: B rows, N tokens of a row, C hidden size, V vocabulary, T masked tokens.
 """
@@ -26,7 +26,7 @@ from .objectives import Batch, Objective, Preparation
 from .saving import SHARDED, bare_model
 from .teacher import FLAG, Teacher, TeacherAttention, TeacherOutputs
 
-# What flags are with a teacher, unless they are given. Without a teacher they have no meaning, and are None.
+# The defaults of flags that need a teacher. Without a teacher, these flags are None.
 _DEFAULTS: dict[str, Any] = {
     "attention_matching_steps": 0,
     "attention_matching_parameters": "all",
@@ -40,29 +40,29 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(kw_only=True)
 class TeacherArguments:
-    """A teacher, and how much of each loss it adds. The names are those of DistilBERT's training script."""
+    """The teacher and the weights of its losses. The flags have the names of DistilBERT's training script."""
 
     teacher_model_name_or_path: str | None = field(
         default=None,
         metadata={
             "help": "Teacher: the encoder that the model was converted from, such as a BERT or RoBERTa, or another "
-            "encoder with the same vocabulary. It is run beside the model and stays as it is. Rows longer than it "
-            "takes are shown to it in windows, each between the special tokens of a row."
+            "encoder with the same vocabulary. It is not trained. It reads rows that are too long for it in windows, "
+            "each of which begins and ends with the special tokens of a row."
         },
     )
     attention_matching_steps: int | None = field(
         default=None,
         metadata={
-            "help": "With a teacher: the first this many steps train the attention alone, each layer on the teacher's "
-            "input to it, towards the teacher's output (mean squared error). 0 by default. They count as steps of "
-            "--max_train_steps; the schedule, with its warm-up, begins after them."
+            "help": "With a teacher: number of first steps that train only the attention. Each layer gets the "
+            "teacher's input to that layer and is trained to give the teacher's output (mean squared error). "
+            "0 by default. --max_train_steps includes these steps; the schedule begins after them."
         },
     )
     attention_matching_parameters: Literal["all", "added"] | None = field(
         default=None,
         metadata={
-            "help": "What these steps train: 'all' of the attention (the default), or 'added': only what the source's "
-            "attention does not have, such as feature maps, projections of the tokens and convolutions."
+            "help": "What these steps train: 'all' parameters of the attention (the default), or 'added': only those "
+            "that the source's attention does not have (feature maps, projections of the tokens, convolutions)."
         },
     )
     attention_matching_learning_rate: float | None = field(
@@ -70,13 +70,14 @@ class TeacherArguments:
         metadata={"help": "Constant learning rate of these steps; by default 1e-3 for 'all' and 1e-2 for 'added'."},
     )
     temperature: float | None = field(
-        default=None, metadata={"help": "With a teacher: temperature of --alpha_ce's softmax; 2 by default."}
+        default=None,
+        metadata={"help": "With a teacher: temperature of both softmaxes in the loss of --alpha_ce; 2 by default."},
     )
     alpha_ce: float | None = field(
         default=None,
         metadata={
-            "help": "With a teacher: weight of the divergence (Kullback-Leibler, times the temperature's square) "
-            "between its predictions of masked tokens and the model's; 1 by default."
+            "help": "With a teacher: weight of the Kullback-Leibler divergence between its predictions of masked "
+            "tokens and the model's, times the square of the temperature; 1 by default."
         },
     )
     alpha_mlm: float | None = field(
@@ -102,7 +103,7 @@ class TeacherArguments:
         given = [name for name in (*_DEFAULTS, rate) if getattr(self, name) is not None]
         if self.teacher_model_name_or_path is None:
             if given:
-                raise ValueError(f"--{given[0]} is for training with a teacher: also give {FLAG}.")
+                raise ValueError(f"--{given[0]} needs a teacher: also give {FLAG}.")
             return
         for name, value in _DEFAULTS.items():
             if getattr(self, name) is None:
@@ -128,16 +129,16 @@ class TeacherArguments:
 
 @dataclass
 class Taught:
-    """A model's outputs for a batch, and the losses that the teacher adds, (), by name."""
+    """The model's outputs for a batch, and the losses that the teacher adds: tensors of shape (), by name."""
 
     outputs: Any
     losses: dict[str, Tensor]
 
 
 class DistillationObjective(Objective):
-    """Another objective, and the teacher's hidden states and logits.
+    """Adds the losses of hidden states and logits to another objective.
 
-    - `ce_loss`: Kullback-Leibler divergence of the model's predictions from the teacher's, both at the temperature and
+    - `ce_loss`: Kullback-Leibler divergence of the model's predictions from the teacher's, both at the temperature,
       times its square (Hinton et al. 2015, arXiv:1503.02531, section 2), mean over the masked tokens.
     - `mse_loss`: mean squared error of the outputs of all layers, mean over tokens, layers and units.
     - `cos_loss`: 1 - cosine between them, mean over tokens and layers.
@@ -145,8 +146,8 @@ class DistillationObjective(Objective):
     Args:
         objective: the losses of the data.
         teacher: on the accelerator's device.
-        accelerator: of the run, in whose precision the teacher is run.
-        args: the weights of the losses; one of weight 0 is not computed.
+        accelerator: of the run; the teacher runs in its precision.
+        args: the weights of the losses. A loss of weight 0 is not computed.
     """
 
     def __init__(self, objective: Objective, teacher: Teacher, accelerator: Accelerator, args: TeacherArguments):
@@ -204,8 +205,8 @@ class DistillationObjective(Objective):
 
 def divergence(logits: Tensor, teacher_logits: Tensor, temperature: float, vocab_size: int) -> Tensor:
     """The Kullback-Leibler divergence of a model's predictions (T, V) from its teacher's, both at a temperature, times
-    its square: in nats, the mean over the tokens, (). Of vocabularies that are filled up with unused tokens to
-    different sizes, the first `vocab_size` are compared."""
+    its square: in nats, the mean over the tokens, (). If the vocabularies are padded to different
+    sizes, only the first `vocab_size` tokens are compared."""
     if logits.shape[-1] != teacher_logits.shape[-1]:
         logits, teacher_logits = logits[..., :vocab_size], teacher_logits[..., :vocab_size]
     own, their = ((part.float() / temperature).log_softmax(dim=-1) for part in (logits, teacher_logits))
@@ -213,18 +214,18 @@ def divergence(logits: Tensor, teacher_logits: Tensor, temperature: float, vocab
 
 
 class AttentionMatchingObjective(Objective):
-    """The attention of each layer, on the teacher's input to it, towards the teacher's output.
+    """Trains the attention of each layer to give the teacher's output for the teacher's input.
 
-    - `attention_loss`: mean squared error of what the heads give, before the linear layer that follows, mean over
+    - `attention_loss`: mean squared error of the concatenated heads, before the linear layer that follows; mean over
       tokens, layers and units. Dropout is off.
-    - `attention_error`, a score: the sum of the squared errors, divided by that of the squares of the teacher's.
+    - `attention_error`, a score: the sum of the squared errors, divided by the sum of the teacher's squares.
 
-    Model and teacher see the same windows. Only the attention is computed, and only it gets gradients.
+    Model and teacher read the same windows. Only the attention is computed, and only it gets gradients.
 
     Args:
         teacher: on the accelerator's device.
         accelerator: of the run.
-        only_added: whether only parameters are trained that no source has, see [`is_of_a_family`].
+        only_added: whether to train only the parameters that the source does not have, see [`is_of_a_family`].
     """
 
     is_partial = True
@@ -237,8 +238,8 @@ class AttentionMatchingObjective(Objective):
         return {"attention_loss": self.teacher.cutter.seen(batch["attention_mask"]).sum()}
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Objective.forward`: sums over everything of the squared errors and of the teacher's squares, and the
-        number of units."""
+        """As `Objective.forward`: the sum of the squared errors, the sum of the teacher's squares, and the number of
+        values in each."""
         with self.accelerator.autocast():
             theirs = self.teacher.attention(batch)
             outputs = self._outputs(bare_model(self.accelerator, model), theirs)
@@ -263,7 +264,7 @@ class AttentionMatchingObjective(Objective):
         return {"attention_error": (errors, squares)}
 
     def _outputs(self, model: PreTrainedModel, theirs: TeacherAttention) -> list[Tensor]:
-        """What the attention of each layer gives for the teacher's inputs, (W, L, C)."""
+        """The output of each layer's attention for the teacher's inputs, (W, L, C)."""
         encoder: Any = model.base_model.encoder
         mask = theirs.windows.inputs["attention_mask"].bool()
         batch = make_batch(mask, (mask.shape[0], mask.shape[1]), mask.device, pack=False)
@@ -278,7 +279,7 @@ class AttentionMatchingObjective(Objective):
 
     @contextmanager
     def _trained(self, model: PreTrainedModel) -> Iterator[None]:
-        """Without dropout; gradients reach only what is trained."""
+        """Switches dropout off, and keeps gradients from parameters that are not trained."""
         attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
         training = attentions[0].training
         frozen = [
@@ -300,11 +301,11 @@ class AttentionMatchingObjective(Objective):
 
 
 class TaughtObjective(Objective):
-    """First the attention for some steps, if any; then everything.
+    """Matches the attention in the first steps, and everything afterwards.
 
     Args:
-        matching: of the first steps.
-        objective: of those that follow.
+        matching: the objective of the first steps.
+        objective: the objective of the steps that follow.
         preparation: number and learning rate of the first steps.
     """
 
@@ -326,31 +327,31 @@ def with_teacher(
     accelerator: Accelerator,
     args: TeacherArguments,
 ) -> Objective:
-    """An objective with what a teacher adds to it.
+    """Adds the losses of a teacher to an objective.
 
     Args:
-        objective: of the data.
+        objective: the losses of the data.
         teacher: see [`Teacher`]; it is moved to the accelerator's device.
-        model: that is trained.
+        model: the model that is trained.
         accelerator: of the run.
         args: the flags.
 
     Raises:
-        ValueError: if the teacher has other layers than the model and these should be compared, nothing is to be
-            trained in the first steps, or weights are divided over processes (FSDP, DeepSpeed).
+        ValueError: if layers should be compared and the teacher has others than the model, if the first steps would
+            train nothing, or if weights are divided over processes (FSDP, DeepSpeed).
     """
     if accelerator.distributed_type in SHARDED:
         raise ValueError(
-            f"{FLAG} needs whole layers, and {accelerator.distributed_type.value} divides them: use the launch files "
-            "of configs/accelerate/ without sharding."
+            f"{FLAG} needs whole layers, but {accelerator.distributed_type.value} divides them: use a launch file of "
+            "configs/accelerate/ without sharding."
         )
     steps = args.attention_matching_steps or 0
     _check_layers(teacher, model, [name for name in ("alpha_mse", "alpha_cos") if getattr(args, name)], steps)
     only_added = args.attention_matching_parameters == "added"
     if steps and only_added and not any(is_of_a_family(name) for name, _ in model.named_parameters()):
         raise ValueError(
-            f"--attention_matching_parameters added: the attention of {type(model).__name__} has nothing that its "
-            "source has not. Use all, or a configuration with a convolution (conv_kernel_size)."
+            f"--attention_matching_parameters added: the attention of {type(model).__name__} has no parameters "
+            "that its source does not have. Use all, or a configuration with a convolution (conv_kernel_size)."
         )
     teacher.to(accelerator.device)
     taught = DistillationObjective(objective, teacher, accelerator, args)
@@ -361,13 +362,13 @@ def with_teacher(
 
 
 def _check_layers(teacher: Teacher, model: PreTrainedModel, compared: list[str], steps: int) -> None:
-    """Raises ValueError unless layers that are compared are as many and as wide."""
+    """Raises ValueError if layers should be compared and differ in number or width."""
     flags = [f"--{name} 0" for name in compared] + (["--attention_matching_steps 0"] if steps else [])
     theirs, own = source_fields(teacher.config), model.config.to_dict()
     names = ("num_hidden_layers", "hidden_size", *(("num_attention_heads",) if steps else ()))
     if flags and (wrong := [name for name in names if theirs[name] != own[name]]):
         found = ", ".join(f"{name}={theirs[name]}, and the model {own[name]}" for name in wrong)
         raise ValueError(
-            f"{FLAG} {teacher.name} has {found}: layers can be compared only one by one. Give the encoder that the "
-            f"model was converted from, or only its logits: {' '.join(flags)}."
+            f"{FLAG} {teacher.name} has {found}: each layer is compared with that of the same number. Give the "
+            f"encoder that the model was converted from, or use only the logits: {' '.join(flags)}."
         )

@@ -235,7 +235,7 @@ class TrainingLoop:
         loss = torch.zeros((), device=accelerator.device)
         for number, (batch, num_rows) in enumerate(zip(step.batches, step.num_rows, strict=True)):
             accelerator.sync_gradients = number == len(step.batches) - 1
-            # DDP waits for the gradient of every weight, so what has only some is averaged below.
+            # DDP waits for the gradients of all weights. If there are only some, they are averaged below.
             averages = accelerator.sync_gradients and not objective.is_partial
             with nullcontext() if averages else accelerator.no_sync(self.model):
                 batch = send_to_device(batch, accelerator.device, non_blocking=True)
@@ -250,7 +250,7 @@ class TrainingLoop:
         self.bar.update()
 
     def _average_gradients(self) -> None:
-        """Averages over processes the gradients that there are, as DDP does with those of all weights."""
+        """Averages the existing gradients over the processes, as DDP does if all weights have one."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad = self.accelerator.reduce(parameter.grad, "mean")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) by PEFT: matrices of low rank are trained beside weights that stay.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) by PEFT: matrices of low rank are trained, and other weights stay fixed.
 
-The model keeps its class, and what is saved is a model as any other: the matrices are merged into its weights. What
-was trained is saved beside it as well, for a run that goes on: from merged weights the matrices cannot be had back.
+The model keeps its class. When it is saved, the matrices are merged into its weights, so that it loads without PEFT.
+The trained parameters are also saved on their own: a resumed run cannot recover the matrices from merged weights.
 """
 
 import os
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..conversion.weights import is_of_a_family
 
-# In the folder of a saved model: LoRA's matrices, and the other parameters that were trained.
+# The trained parameters, in the folder of a saved model: LoRA's matrices and the others that were trained.
 TRAINED = Path("lora", "trained.safetensors")
 
 # The linear layers of the attention, as in LoLCATs (Zhang et al. 2024, arXiv:2410.10254, section 3.2).
@@ -27,27 +27,27 @@ _ADAPTER = "default"
 
 @dataclass(kw_only=True)
 class LoraArguments:
-    """LoRA, under PEFT's names."""
+    """The flags of LoRA, with the names of PEFT."""
 
     lora_r: int | None = field(
         default=None,
         metadata={
-            "help": "Train LoRA's matrices of this rank in the linear layers of the attention (needs peft) instead of "
-            "all weights; beside them only what no source has: feature maps, projections of the tokens, convolutions "
-            "and the sentence-order head. The saved model has the matrices merged into its weights: it is loaded as "
-            "any other, without peft."
+            "help": "Train LoRA matrices of this rank in the linear layers of the attention, instead of all weights "
+            "(needs peft). Parameters that the source does not have are also trained: feature maps, projections of "
+            "the tokens, convolutions and the sentence-order head. The matrices are merged into the saved model, "
+            "which loads without peft."
         },
     )
     lora_alpha: float | None = field(
         default=None,
         metadata={
-            "help": "With --lora_r: the matrices' product is scaled by this over the rank; 2 x rank by default."
+            "help": "With --lora_r: the product of the matrices is scaled by lora_alpha / lora_r; 2 lora_r by default."
         },
     )
 
     def __post_init__(self):
         if self.lora_r is None and self.lora_alpha is not None:
-            raise ValueError("--lora_alpha scales LoRA's matrices: also give their rank, --lora_r.")
+            raise ValueError("--lora_alpha needs the rank of the matrices: also give --lora_r.")
         if self.lora_r is not None:
             if self.lora_r < 1:
                 raise ValueError(f"--lora_r must be at least 1, but is {self.lora_r}.")
@@ -58,12 +58,12 @@ class LoraArguments:
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float, sentence_order: bool) -> None:
-    """Puts LoRA's matrices into the linear layers of the attention, in place, and freezes what is not trained.
+    """Adds LoRA matrices to the linear layers of the attention, in place, and freezes what is not trained.
 
     Args:
         model: of this package.
         rank, alpha: of the matrices.
-        sentence_order: whether the head of the sentence order is trained, and the pooler before it.
+        sentence_order: whether to train the sentence-order head and the pooler.
 
     Raises:
         ImportError: if PEFT is not installed.
@@ -80,7 +80,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float, sentence_order: bo
 
 
 def has_lora(model: torch.nn.Module) -> bool:
-    """Whether [`add_lora`] has been at work."""
+    """Whether the model has LoRA matrices."""
     return any(".lora_" in name for name, _ in model.named_parameters())
 
 
@@ -97,7 +97,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_trained(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Writes the parameters that are trained, by their own names."""
+    """Saves the parameters that are trained, under their own names."""
     path = Path(folder) / TRAINED
     path.parent.mkdir(parents=True, exist_ok=True)
     trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
@@ -105,17 +105,17 @@ def save_trained(model: PreTrainedModel, folder: str | os.PathLike) -> None:
 
 
 def load_trained(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Loads what [`save_trained`] wrote; all other weights stay as they are.
+    """Loads what [`save_trained`] wrote. All other weights stay unchanged.
 
     Raises:
-        RuntimeError: if a parameter that is trained is missing, or another is there.
+        RuntimeError: if the file does not have exactly the parameters that are trained.
     """
     path = Path(folder) / TRAINED
     saved = load_file(path)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if saved.keys() != trained.keys():
         odd = sorted(saved.keys() ^ trained.keys())
-        raise RuntimeError(f"{path} has other parameters than those that this run trains, such as {odd[0]}.")
+        raise RuntimeError(f"{path} does not have the parameters that this run trains: they differ in {odd[0]}.")
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(saved[name])

@@ -12,8 +12,7 @@ Batch = Mapping[str, Tensor]
 
 
 class Preparation(NamedTuple):
-    """The first steps of a run, such as those that match a teacher's attention, which come before the schedule: their
-    number, and their constant learning rate."""
+    """The first steps of a run, before its schedule begins: their number and their constant learning rate."""
 
     steps: int
     learning_rate: float
@@ -25,9 +24,9 @@ class Objective:
     A loss is a mean over some number of targets. The number must be known before the forward pass, so that
     micro-batches and processes with different numbers of targets add up to the mean over all of them.
 
-    weights: of losses in the sum that is trained on, by name; 1 for every other. Losses are logged without them.
-    is_partial: whether some of the trained weights get no gradient. These then stay as they are.
-    preparation: see [`Preparation`]; None where the schedule begins with the first step.
+    weights: the weights of losses in their sum, by name; 1 if a name is missing. Losses are logged without weights.
+    is_partial: whether some of the trained weights get no gradient. They then stay unchanged.
+    preparation: see [`Preparation`]; None if the schedule begins with the first step.
     """
 
     weights: Mapping[str, float] = {}
@@ -35,11 +34,11 @@ class Objective:
     preparation: Preparation | None = None
 
     def at_step(self, step: int) -> "Objective":
-        """The objective of a step, counted from 0: this one, for all that do not change on the way."""
+        """The objective of a step, counted from 0; by default this one."""
         return self
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """What [`losses`] and [`scores`] get for a batch: the outputs of the model, as prepared by Accelerate."""
+        """Runs the model, as prepared by Accelerate, and returns the argument of [`losses`] and [`scores`]."""
         return model(**batch)
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:

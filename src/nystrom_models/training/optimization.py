@@ -144,7 +144,7 @@ def create_scheduler(
     preparation: Preparation | None = None,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A schedule of `transformers.get_scheduler`: warm-up over `num_warmup_steps` (or `warmup_ratio` of all steps),
-    then the schedule of `lr_scheduler_type`. After a `preparation`, the steps that are left have the whole of it.
+    then the schedule of `lr_scheduler_type`. After a `preparation`, the schedule covers the remaining steps.
 
     Raises:
         ValueError: if the schedule does not take these `lr_scheduler_kwargs`.

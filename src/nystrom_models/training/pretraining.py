@@ -82,9 +82,9 @@ class PretrainingArguments(LoraArguments, TeacherArguments, LanguageModelingArgu
         TeacherArguments.__post_init__(self)
         LoraArguments.__post_init__(self)
         if self.lora_r is not None and self.model_name_or_path is None:
-            raise ValueError("--lora_r leaves the weights of a model as they are: give it by --model_name_or_path.")
+            raise ValueError("--lora_r needs a trained model: give --model_name_or_path.")
         if not self.do_train and self.teacher_model_name_or_path is not None:
-            raise ValueError("--no_do_train teaches nothing: leave out --teacher_model_name_or_path.")
+            raise ValueError("--no_do_train does not train: leave out --teacher_model_name_or_path.")
 
     def row_options(self) -> dict[str, Any]:
         """Arguments of [`pretraining_dataset`] and [`pretraining_stream`]."""
@@ -255,7 +255,7 @@ def pretrain(
     accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
     identity = {"validation": data_digest(held_out.dataset)}
     if args.model_name_or_path is not None:
-        # The configuration may be another's; that of the weights says which commit of the Hub they are.
+        # `config` may come from another place: the commit on the Hub is in the configuration beside the weights.
         source_config = AutoConfig.from_pretrained(args.model_name_or_path)
         identity["model"] = weights_digest(args.model_name_or_path, source_config)
     if not args.do_train:
@@ -267,15 +267,15 @@ def pretrain(
     settings = model_settings(config, tokenizer)
     if args.lora_r is not None:
         if optimization.optim == "muon":
-            raise ValueError("--lora_r trains matrices of low rank, which Muon is not made for: --optim adamw.")
+            raise ValueError("Muon is not made for the matrices of --lora_r: use --optim adamw.")
         if accelerator.distributed_type in SHARDED:
             raise ValueError(
-                f"--lora_r merges whole matrices, and {accelerator.distributed_type.value} divides them: use the "
-                "launch files of configs/accelerate/ without sharding."
+                f"--lora_r needs whole matrices, but {accelerator.distributed_type.value} divides them: use a launch "
+                "file of configs/accelerate/ without sharding."
             )
         add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
         accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
-        # Checkpoints hold what is trained; all else is read again.
+        # Checkpoints hold only the trained parameters. The others are read again on resuming.
         settings["the initial weights"] = identity["model"]
     teacher = _teacher(args, tokenizer)
     if teacher is not None:
@@ -284,7 +284,7 @@ def pretrain(
         accelerator.print(f"Teacher: {type(teacher.model).__name__} of {teacher.model.num_parameters():,} parameters")
         if teacher.longest is not None and teacher.longest < (args.max_length or 0):
             accelerator.print(
-                f"The teacher takes {teacher.longest} tokens: of rows of up to {args.max_length} it sees windows"
+                f"The teacher takes {teacher.longest} tokens: it reads rows of up to {args.max_length} in windows"
             )
     save_model = _save(accelerator, tokenizer, config.sparse_prediction)
     # Only the logits of masked tokens are computed. How many there are depends on the data, so a compiled model, whose

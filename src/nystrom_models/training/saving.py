@@ -75,7 +75,7 @@ def save_pretrained(
 
 def load_weights(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Loads what [`save_pretrained`] wrote into a model of the same class, including tied weights. With LoRA, only
-    what is trained is loaded: the other weights are those that the model was made with.
+    the trained parameters are loaded: the others are those of the model at the start of the run.
 
     Raises:
         RuntimeError: if a weight is missing, unknown or of another shape.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A teacher: the encoder that a model was converted from, whose attention, states and predictions it should recover.
+"""A teacher: the encoder that a model was converted from. It gives its attention, hidden states and logits.
 
 Legend: B rows, N tokens of a row, W windows, L tokens of a window, C hidden size, V vocabulary, T chosen tokens.
 """
@@ -30,11 +30,11 @@ FLAG = "--teacher_model_name_or_path"
 
 @dataclass
 class TeacherOutputs:
-    """What a teacher says of a batch.
+    """The outputs of a teacher for a batch.
 
-    logits: (T, V), of the chosen tokens; None if no logits were asked for.
-    hidden_states: the output of each layer, (B, N, C), with any values at padding and at tokens that are in no window;
-        empty if not asked for.
+    logits: (T, V), of the chosen tokens; None if they were not requested.
+    hidden_states: the output of each layer, (B, N, C), undefined at padding and at tokens that are in no window;
+        empty if they were not requested.
     """
 
     logits: Tensor | None
@@ -45,9 +45,9 @@ class TeacherOutputs:
 class TeacherAttention:
     """The attention of a teacher for the windows of a batch.
 
-    windows: what the teacher saw.
-    inputs: the states that each layer begins with, (W, L, C).
-    outputs: what its attention gives, of all heads side by side and before the linear layer that follows, (W, L, C).
+    windows: the teacher's inputs.
+    inputs: the hidden states that enter each layer, (W, L, C).
+    outputs: of each layer's attention, the concatenated heads before the linear layer that follows, (W, L, C).
     """
 
     windows: Windows
@@ -56,15 +56,15 @@ class TeacherAttention:
 
 
 class Teacher:
-    """A trained encoder in evaluation mode, which is asked without gradients.
+    """A trained encoder in evaluation mode, run without gradients.
 
-    It is no module, so that nothing saves, prepares or trains it. Rows longer than it takes are shown to it in
+    It is not an `nn.Module`, so that nothing saves, prepares or trains it. It reads rows that are too long for it in
     windows, see [`Cutter`].
 
     Args:
         name: a folder or a name on the Hub, with a tokenizer: an encoder that [`convert`] takes, of its own class.
-        tokenizer: of the model that is taught.
-        with_logits: whether it is asked for logits; if not, it needs no head that predicts tokens.
+        tokenizer: of the model that is trained.
+        with_logits: whether logits will be requested. If not, it needs no head that predicts tokens.
 
     Raises:
         ValueError: if it is of another kind, its vocabulary is another than `tokenizer`'s, or it has no head that
@@ -77,7 +77,7 @@ class Teacher:
         try:
             kind = source_kind(self.config)
         except ValueError as error:
-            raise ValueError(f"{FLAG} {name} cannot teach. {error}") from error
+            raise ValueError(f"{FLAG} {name} cannot be a teacher. {error}") from error
         if getattr(self.config, "is_decoder", False):
             raise ValueError(f"{FLAG} {name} is a causal model, which sees only the tokens before: give an encoder.")
         _check_vocabulary(name, tokenizer)
@@ -87,10 +87,10 @@ class Teacher:
             raise ValueError(
                 f"{FLAG} {name} has no trained head that predicts tokens: the checkpoint lacks "
                 f"{', '.join(sorted(info['missing_keys'])[:3])}. Give one saved from a ForMaskedLM or ForPreTraining "
-                "class, or leave its logits out by --alpha_ce 0."
+                "class, or leave out its logits: --alpha_ce 0."
             )
         if isinstance(model, BasePreTrainedModel):
-            # States stay in rows, where the model that is taught has them.
+            # Otherwise hidden states would be packed, without padding.
             model.config.unpad_inputs = False
         self.model: Any = model.eval().requires_grad_(False)
         self.longest = kind.longest(self.config)
@@ -108,13 +108,13 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, chosen: Tensor | None = None, with_states: bool = False) -> TeacherOutputs:
-        """What it says of a batch.
+        """Its outputs for a batch.
 
         Args:
             batch: as for `Cutter.cut`.
-            chosen: (B, N) bool, the tokens whose logits are wanted, all of them in a window (`Cutter.seen`); they come
-                in the order of the batch as given.
-            with_states: whether the states are wanted.
+            chosen: (B, N) bool, the tokens whose logits are returned, in the order of the batch as given. All of them
+                must be in a window (`Cutter.seen`).
+            with_states: whether to return the hidden states.
         """
         windows = self.cutter.cut(batch)
         if chosen is None:
@@ -124,7 +124,7 @@ class Teacher:
             wanted = windows.bring(chosen).bool() & windows.own
             with _states_of(self.model.base_model, wanted):
                 outputs = self._run(self.model, windows, with_states)
-            # Windows follow each other as the rows that they were cut from, and so do their tokens.
+            # Windows are in the order of their rows, so the tokens are, too.
             logits = outputs.logits.flatten(0, -2)
         states = tuple(windows.take_back(state) for state in outputs.hidden_states[1:]) if with_states else ()
         return TeacherOutputs(logits, states)
@@ -140,12 +140,12 @@ class Teacher:
         return TeacherAttention(windows, outputs.hidden_states[:-1], tuple(found))
 
     def _require_layers(self, number: int, instead: str) -> None:
-        """Raises ValueError if the outputs of so many layers are there, and not of each."""
+        """Raises ValueError if the outputs are not those of all layers."""
         layers = source_fields(self.config)["num_hidden_layers"]
         if number != layers:
             raise ValueError(
-                f"{FLAG} {self.name} has {layers} layers and shows {number} of them, so that they cannot be compared "
-                f"one by one: {instead}."
+                f"{FLAG} {self.name} has {layers} layers, but Transformers returns the outputs of {number}. Leave out "
+                f"what compares them: {instead}."
             )
 
     def _run(self, model: Any, windows: Windows, with_states: bool) -> Any:
@@ -166,13 +166,13 @@ def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         theirs = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{FLAG} {name} has no tokenizer ({error}): save the one that it was trained with there, by "
+            f"{FLAG} {name} has no tokenizer ({error}): save its tokenizer in that folder by "
             "tokenizer.save_pretrained()."
         ) from error
     if vocabulary_digest(theirs) != vocabulary_digest(tokenizer):
         raise ValueError(
             f"{FLAG} {name} has a tokenizer of {len(theirs)} tokens, and the model's has {len(tokenizer)}"
-            f"{'' if len(theirs) != len(tokenizer) else ', but others or in another order'}: a teacher and its model "
+            f"{'' if len(theirs) != len(tokenizer) else ', but they differ'}: a teacher and its model "
             "need the same vocabulary. Give the encoder that --model_name_or_path was converted from, and leave out "
             "--tokenizer_name."
         )
@@ -180,7 +180,7 @@ def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 @contextmanager
 def _states_of(base_model: nn.Module, chosen: Tensor) -> Iterator[None]:
-    """The head that follows gets the states of the tokens (W, L) bool alone, (1, T, C): no others are computed."""
+    """Passes only the states of the chosen tokens, (W, L) bool, to the head, as (1, T, C)."""
 
     def choose(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         outputs["last_hidden_state"] = outputs.last_hidden_state[chosen][None]
@@ -197,7 +197,7 @@ def _states_of(base_model: nn.Module, chosen: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _caught_attention(model: Any, found: list[Tensor]) -> Iterator[None]:
-    """What the attention of each layer gives, (W, L, C), in the order of the layers."""
+    """Collects the output of each layer's attention, (W, L, C), in the order of the layers."""
     if isinstance(model, BasePreTrainedModel):
 
         def catch(module: nn.Module, inputs: Any, output: Tensor) -> None:

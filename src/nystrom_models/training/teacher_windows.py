@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows cut into windows, for a model that takes fewer tokens at once, and what it says of them brought back.
+"""Cuts rows into windows for a teacher that takes fewer tokens, and maps its outputs back to the rows.
 
 Legend: B rows, N tokens of a row as given, W windows, L tokens of a window.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass
 class Windows:
-    """Rows as a model takes them, padded on the right.
+    """The inputs of a teacher, padded on the right.
 
     inputs: `input_ids`, `attention_mask` and `token_type_ids`, (W, L) int64.
-    places: (W, L) int64, where each token stands in the flattened batch as given; -1 for what was added: padding, and
-        special tokens around a window. None where the inputs are the batch as given.
+    places: (W, L) int64, the place of each token in the flattened batch as given; -1 for padding and for added special
+        tokens. None if the inputs are the batch as given.
     shape: B and N.
     """
 
@@ -27,7 +27,7 @@ class Windows:
 
     @property
     def own(self) -> Tensor:
-        """(W, L) bool: tokens of the batch, not what was added."""
+        """(W, L) bool: True at tokens of the batch, False at padding and added special tokens."""
         return self.inputs["attention_mask"].bool() if self.places is None else self.places >= 0
 
     def bring(self, values: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ class Windows:
         return values.flatten()[self.places.clamp(min=0)] * self.own
 
     def take_back(self, values: Tensor) -> Tensor:
-        """Brings values (W, L, C) to the places of the batch as given, (B, N, C), with zeros where no window has the
-        token."""
+        """Brings values (W, L, C) to the places of the batch as given, (B, N, C), with zeros at tokens that are in no
+        window."""
         if self.places is None:
             return values
         rows, length = self.shape
@@ -52,9 +52,9 @@ class Cutter:
 
     A row of at most `longest` tokens is one window. Of a longer one, the windows are its first `longest` tokens, the
     next `longest`, and so on, so that a token has the position in its window that it has in a table of positions that
-    was repeated. In each window the special tokens of a row, [CLS] ... [SEP], stand in place of the first and the last
-    tokens, except at the ends of the row: those few tokens are in no window. Neither are tokens of a last window that
-    has no others.
+    was repeated. The special tokens of a row, [CLS] ... [SEP], replace the first and the last tokens of each window,
+    except at the ends of the row: the replaced tokens are in no window. A last window that would consist only of
+    special tokens is left out.
 
     longest: tokens of a window; None for no limit. before, after: ids of the special tokens at the beginning and at
         the end of a row. pad_token_id: fills windows up.
@@ -73,7 +73,7 @@ class Cutter:
             raise ValueError(f"A window of {self.longest} tokens has no room beside the special tokens of a row.")
 
     def seen(self, attention_mask: Tensor) -> Tensor:
-        """The tokens that are in a window, (B, N) bool, of a mask (B, N)."""
+        """Which tokens are in a window, (B, N) bool, for a mask (B, N)."""
         mask = attention_mask.bool()
         if self.longest is None or mask.shape[1] <= self.longest:
             return mask
@@ -84,7 +84,7 @@ class Cutter:
 
     def _windows(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For each token of a mask (B, N), the number of its window in the row and its place there, (B, N); for each
-        row how many windows it has, and the number of the one in which it ends, (B,)."""
+        row, the count of its windows and the number of the window in which the row ends, (B,)."""
         longest = self.longest or mask.shape[1]
         ranks, lengths = (mask.long().cumsum(dim=1) - 1).clamp(min=0), mask.sum(dim=1)
         last = (lengths - 1).clamp(min=0) // longest
@@ -134,7 +134,7 @@ class Cutter:
 
 
 def _nearest(index: Tensor, own: Tensor) -> Tensor:
-    """(W, L) int64: for what was added, the place of the last token of the batch before it, or of the first of all."""
+    """(W, L) int64: for an added token, the place of the token of the batch before it, or else of the first one."""
     columns = torch.arange(own.shape[1], device=own.device).expand_as(own)
     last = torch.where(own, columns, -1).cummax(dim=1).values
     first = own.int().argmax(dim=1, keepdim=True)
