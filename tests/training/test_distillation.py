@@ -2,9 +2,11 @@
 """What a teacher says is its own, and what it adds to the losses is what it should be."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch.nn import functional as F
 from transformers import AutoModelForPreTraining
 
@@ -213,6 +215,12 @@ def test_gradients_flow_only_where_they_should(family, fields, trained, bert, ba
 def test_flags(flags, message):
     with pytest.raises(ValueError, match=message):
         TeacherArguments(**flags)
+
+
+def test_divided_weights_are_refused():
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(ValueError, match=r"needs whole layers, but FSDP divides them: .*configs/accelerate/"):
+        with_teacher(PretrainingObjective(), None, None, accelerator, TeacherArguments())
 
 
 def test_teachers_that_cannot_teach(bert, tokenizer, tmp_path):
