@@ -43,9 +43,29 @@ def test_every_flag_has_a_rule():
         for field in dataclasses.fields(part)
     }
     assert flags - rules == {
-        *("seed", "streaming", "shuffle_buffer_size", "max_length", "max_seq_length", "block_size", "sentence_order"),
-        *("mlm_probability", "whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        *("tokens_per_step", "group_by_length", "optim"),
+        *(
+            "seed",
+            "streaming",
+            "shuffle_buffer_size",
+            "max_length",
+            "max_seq_length",
+            "block_size",
+            "sentence_order",
+            "mlm_probability",
+        ),
+        *("whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "tokens_per_step"),
+        *(
+            "group_by_length",
+            "optim",
+            "lora_r",
+            "lora_alpha",
+            "temperature",
+            "alpha_ce",
+            "alpha_mlm",
+            "alpha_mse",
+            "alpha_cos",
+        ),
+        *("attention_matching_steps", "attention_matching_parameters", "attention_matching_learning_rate"),
     }
     assert not identity.MAY_CHANGE & identity.WARNED and not identity.PLACES & identity.MAY_CHANGE
 

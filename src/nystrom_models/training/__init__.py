@@ -3,6 +3,7 @@
 
 from .arguments import DataArguments, RunArguments, parse_arguments
 from .checkpoints import CheckpointArguments, find_checkpoint, list_checkpoints
+from .distillation import TeacherArguments, with_teacher
 from .launch import create_accelerator
 from .loop import Evaluation, TrainingState, num_training_steps, train
 from .objectives import (
@@ -18,6 +19,7 @@ from .optimization import OptimizationArguments, create_optimizer, create_schedu
 from .saving import save_pretrained
 from .scores import evaluate, predict, predict_rows
 from .selection import Goal
+from .teacher import Teacher
 
 __all__ = [
     "CausalObjective",
@@ -33,6 +35,8 @@ __all__ = [
     "QuestionAnsweringObjective",
     "RegressionObjective",
     "RunArguments",
+    "Teacher",
+    "TeacherArguments",
     "TrainingState",
     "create_accelerator",
     "create_optimizer",
@@ -46,4 +50,5 @@ __all__ = [
     "predict_rows",
     "save_pretrained",
     "train",
+    "with_teacher",
 ]
