@@ -177,7 +177,7 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         learning_rate=args.learning_rate / 2,
         max_train_steps=args.finetune_steps,
     )
-    results = finetune(arguments, optimization, arguments.task(), documents)
+    results = finetune(arguments, optimization, arguments.text_task(), documents)
     if "validation" not in results:
         raise SystemExit(STOPPED)
     return {

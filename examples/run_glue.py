@@ -127,7 +127,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     run = finetune if arguments.grid is None else finetune_grid
     if arguments.task_name is None:
         splits = load_data(arguments, arguments.test_file, arguments.do_train)
-        return run(arguments, optimization, arguments.task(), splits)
+        return run(arguments, optimization, arguments.text_task(), splits)
     return run(
         arguments, optimization, GLUE_TASKS[arguments.task_name], load_glue_splits(arguments, arguments.task_name)
     )

@@ -32,7 +32,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     arguments, optimization = parse_arguments((ImdbArguments, FinetuningOptimizationArguments), args, __doc__)
     run = finetune if arguments.grid is None else finetune_grid
     splits = load_data(arguments, arguments.test_file, arguments.do_train)
-    return run(arguments, optimization, arguments.task(), splits)
+    return run(arguments, optimization, arguments.text_task(), splits)
 
 
 if __name__ == "__main__":

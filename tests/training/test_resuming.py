@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nystrom_models import NystromformerConfig
 from nystrom_models.training import OptimizationArguments, identity
 from nystrom_models.training.causal import CausalArguments
-from nystrom_models.training.finetuning import FinetuningArguments
+from nystrom_models.training.long_range_arena import ArenaArguments
 from nystrom_models.training.pretraining import PretrainingArguments
 from tests.training.models import tiny_model
 from tests.training.test_checkpoints import short_run
@@ -34,13 +34,14 @@ def test_every_flag_has_a_rule():
     rules = identity.HOUSEKEEPING | identity.SHOWN_BY_CONTENT | identity.MAY_CHANGE | identity.WARNED
     flags = {
         field.name
-        for part in (PretrainingArguments, CausalArguments, FinetuningArguments, OptimizationArguments)
+        for part in (PretrainingArguments, CausalArguments, ArenaArguments, OptimizationArguments)
         for field in dataclasses.fields(part)
     }
     assert flags - rules == {
         *("seed", "streaming", "shuffle_buffer_size", "max_length", "block_size", "sentence_order", "mlm_probability"),
         *("whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "tokens_per_step"),
         *("group_by_length", "optim"),
+        *("pretrain_on_task", "pretrain_steps", "pretrain_learning_rate", "pretrain_mlm_probability"),
     }
     assert not identity.MAY_CHANGE & identity.WARNED and not identity.PLACES & identity.MAY_CHANGE
 

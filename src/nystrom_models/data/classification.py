@@ -27,6 +27,7 @@ class TextTask:
     best_metric: str = "accuracy"  # the metric by which models are compared
     prediction_names: tuple[str, ...] | None = None  # names of the classes in prediction files; None: label_names
     prediction_files: Mapping[str, str] = field(default_factory=dict)  # by split
+    example: str | None = None  # a text, for model cards
 
 
 def require_column(dataset: Dataset, column: str, where: str) -> None:
@@ -111,6 +112,7 @@ def classification_dataset(
     load_from_cache_file: bool = True,
     desc: str = "Tokenizing",
     where: str = "the data set",
+    apart: bool = False,
 ) -> Dataset:
     """Tokenized rows with a label.
 
@@ -130,10 +132,12 @@ def classification_dataset(
         load_from_cache_file: whether its cached result is used.
         desc: text beside the progress bar.
         where: the name of the data set in error messages.
+        apart: the two texts of a pair are tokenized and truncated each by itself, for models with `dual_encoder`.
 
     Returns:
         Columns `input_ids`, `token_type_ids`, `attention_mask`, `labels` (class ids; floats for regression; a 1.0 or
-        0.0 for each class where a row has several labels), `length` and `index`, the number of the row.
+        0.0 for each class where a row has several labels), `length` and `index`, the number of the row. With `apart`,
+        each of the first three is a pair, and the length that of both texts.
 
     Raises:
         ValueError: if a column does not exist, has another type or lacks a value, a label is not in `label_names`, or
@@ -143,12 +147,19 @@ def classification_dataset(
     ids = label_names if isinstance(label_names, Mapping) or label_names is None else None
     if label_names is not None and ids is None:
         ids = {name: i for i, name in enumerate(label_names)}
-    _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, where)
+    if apart and len(text_columns) != 2:
+        raise ValueError(f"A model with dual_encoder=True needs two text columns, but they are {text_columns}.")
+    _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, where, apart)
     if label_column is not None:
         _check_labels(dataset, label_column, ids, regression, label_delimiter, where)
 
     def build_rows(batch, indices):
-        rows = _tokenized([batch[column] for column in text_columns], tokenizer, max_length, truncation_strategy)
+        texts = [batch[column] for column in text_columns]
+        if apart:
+            both = [_tokenized([column], tokenizer, max_length, truncation_strategy) for column in texts]
+            rows: dict[str, list] = {name: list(zip(*(half[name] for half in both), strict=True)) for name in both[0]}
+        else:
+            rows = _tokenized(texts, tokenizer, max_length, truncation_strategy)
         if label_column is not None:
             labels = batch[label_column]
             if regression:
@@ -162,7 +173,7 @@ def classification_dataset(
                 else:
                     labels = [[float(name in row) for name in ids] for row in map(set, labels)]
             rows["labels"] = labels
-        rows["length"] = [len(row) for row in rows["input_ids"]]
+        rows["length"] = [sum(map(len, row)) if apart else len(row) for row in rows["input_ids"]]
         rows["index"] = indices
         return rows
 
@@ -184,13 +195,15 @@ def _check_texts(
     text_columns: Sequence[str],
     truncation_strategy: TruncationStrategy,
     where: str,
+    apart: bool,
 ) -> None:
     """Raises the errors of [`classification_dataset`] about texts and their length."""
     if not 1 <= len(text_columns) <= 2:
         raise ValueError(f"One or two text columns are needed, but they are {text_columns}.")
-    if truncation_strategy != "head" and len(text_columns) > 1:
+    together = len(text_columns) > 1 and not apart
+    if truncation_strategy != "head" and together:
         raise ValueError(f"Pairs of texts need --truncation_strategy head, but it is {truncation_strategy}.")
-    if max_length <= tokenizer.num_special_tokens_to_add(pair=len(text_columns) > 1):
+    if max_length <= tokenizer.num_special_tokens_to_add(pair=together):
         raise ValueError(f"--max_length must leave room for text beside special tokens, but is {max_length}.")
     for column in text_columns:
         require_column(dataset, column, where)
@@ -248,7 +261,7 @@ def _tokenized(
 
 @dataclass
 class ClassificationCollator(DataCollatorWithPadding):
-    """Pads the rows of [`classification_dataset`] to the longest of a batch.
+    """Pads the rows of [`classification_dataset`] to the longest of a batch. Pairs that stand apart become (B, 2, N).
 
     Args:
         with_index: add the numbers of the rows, for `predict`. A model does not take them.
@@ -261,5 +274,17 @@ class ClassificationCollator(DataCollatorWithPadding):
             {name: row[name] for name in (*self.tokenizer.model_input_names, "labels") if name in row}
             for row in features
         ]
-        batch = dict(super().__call__(rows))
+        apart = bool(rows) and bool(rows[0]["input_ids"]) and not isinstance(rows[0]["input_ids"][0], int)
+        batch = self._pairs(rows) if apart else dict(super().__call__(rows))
         return batch | ({"index": torch.tensor([row["index"] for row in features])} if self.with_index else {})
+
+    def _pairs(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Pairs whose texts stand apart, (B, 2, N), both padded to the longest of either."""
+        texts = [
+            {name: row[name][number] for name in self.tokenizer.model_input_names if name in row}
+            for row in rows
+            for number in range(2)
+        ]
+        batch = {name: values.unflatten(0, (-1, 2)) for name, values in super().__call__(texts).items()}
+        labels = [row["labels"] for row in rows if "labels" in row]
+        return batch | ({"labels": torch.tensor(labels)} if labels else {})

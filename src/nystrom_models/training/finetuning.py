@@ -33,6 +33,7 @@ from ..data.loading import RowLoader, eval_dataloader
 from ..data.metrics import load_metric
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
+from .language_modeling import read_config
 from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
@@ -52,7 +53,22 @@ class FinetuningOptimizationArguments(OptimizationArguments):
 class FinetuningArguments(RunArguments, DataArguments):
     """Model, data and output, under the names of Transformers' example scripts."""
 
-    model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the pretrained model."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder or Hub name of the pretrained model."}
+    )
+    config_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of --model_name_or_path: folder, file or Hub name of the configuration of a new model, "
+            "whose weights --seed draws."
+        },
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --config_name: fields of the configuration to change: hidden_size=128,num_landmarks=32"
+        },
+    )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
     test_file: list[str] | None = field(default=None, metadata={"help": "Files whose rows are predicted."})
     max_predict_samples: int | None = field(
@@ -92,6 +108,16 @@ class FinetuningArguments(RunArguments, DataArguments):
         for name in ("max_length", "max_predict_samples"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
+        if (self.model_name_or_path is None) == (self.config_name is None):
+            raise ValueError(
+                "Give either --model_name_or_path for a pretrained model, or --config_name for a new one, not both."
+            )
+        if self.config_name is not None and self.tokenizer_name is None:
+            raise ValueError("A new model needs --tokenizer_name; examples/train_tokenizer.py trains one.")
+        if self.config_name is not None and not self.do_train:
+            raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
+        if self.config_overrides is not None and self.config_name is None:
+            raise ValueError("--config_overrides changes the configuration of a new model: give --config_name.")
         if self.do_regression and self.multi_label:
             raise ValueError("A label is a number (--do_regression) or several classes (--multi_label), not both.")
         if self.grid is not None and self.push_to_hub:
@@ -101,7 +127,7 @@ class FinetuningArguments(RunArguments, DataArguments):
         if self.keep_best_only and self.grid is None:
             raise ValueError("--keep_best_only chooses among the models of a --grid.")
 
-    def task(self) -> TextTask:
+    def text_task(self) -> TextTask:
         """The task of data that are not a known benchmark."""
         metric, best = "classification", "accuracy"
         if self.do_regression:
@@ -149,6 +175,19 @@ def _has_labels(dataset: Dataset, task: TextTask) -> bool:
     if hasattr(dataset.features[task.label_column], "feature"):
         return True  # a list
     return not set(dataset.unique(task.label_column)) <= {-1, None}
+
+
+def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Of the pretrained model; or those of a new one, with the vocabulary's size and special tokens."""
+    remote = {"trust_remote_code": args.trust_remote_code}
+    name = args.tokenizer_name or args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(name, **remote)
+    if args.model_name_or_path is not None:
+        return AutoConfig.from_pretrained(args.model_name_or_path, **remote), tokenizer
+    names = {"bos_token_id": "cls_token_id", "pad_token_id": "pad_token_id", "eos_token_id": "sep_token_id"}
+    ids = {field_name: getattr(tokenizer, token) for field_name, token in names.items()}
+    wanted = "a configuration of this package, such as configs/nystromformer/base-512.json"
+    return read_config(args, tokenizer, ids, wanted), tokenizer
 
 
 def _max_length(requested: int | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -225,29 +264,35 @@ class _Finetuning:
         for split, dataset in splits.items():
             for column in (*task.text_columns, *(() if split.startswith("test") else (task.label_column,))):
                 require_column(dataset, column, self.where[split])
-        remote = {"trust_remote_code": args.trust_remote_code}
-        self.config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
+        self.config: Any
+        self.config, self.tokenizer = _config_and_tokenizer(args)
         self.order: list[int] | None = None  # of the model's classes, if it differs from the task's
         self.ids, self.label_names = self._head(splits["train"]) if args.do_train else self._own_head()
-        self.tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path, **remote)
         self.args = replace(args, max_length=_max_length(args.max_length, self.config, self.tokenizer))
         self.labelled = {split for split in splits if not split.startswith("test") or _has_labels(splits[split], task)}
         with accelerator.main_process_first():
             self.rows = {split: self._tokenized(split, dataset) for split, dataset in splits.items()}
-        self.model: PreTrainedModel
-        self.model, loaded = AutoModelForSequenceClassification.from_pretrained(
+        self.model = self._model()
+        prepare_model(self.model, args)
+
+    def _model(self) -> PreTrainedModel:
+        """A new model, or the pretrained one with a head for the task."""
+        args = self.args
+        if args.model_name_or_path is None:
+            return AutoModelForSequenceClassification.from_config(self.config)
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
             args.model_name_or_path,
             config=self.config,
             ignore_mismatched_sizes=args.ignore_mismatched_sizes,
             output_loading_info=True,
-            **remote,
+            trust_remote_code=args.trust_remote_code,
         )
         if not args.do_train and loaded["missing_keys"]:
             raise ValueError(
                 f"--no_do_train needs a model that was fine-tuned: {args.model_name_or_path} has no "
                 f"{', '.join(sorted(loaded['missing_keys']))}."
             )
-        prepare_model(self.model, args)
+        return model
 
     def _head(self, train_set: Dataset) -> tuple[dict[Any, int] | None, list[str]]:
         """Ids by label and the labels' names, which are also set in the configuration."""
@@ -301,6 +346,7 @@ class _Finetuning:
             not args.overwrite_cache,
             desc=f"Tokenizing {self.where[split]}",
             where=self.where[split],
+            apart=getattr(self.config, "dual_encoder", False),
         )
 
     def loader(self, optimization: OptimizationArguments) -> RowLoader:
@@ -356,10 +402,11 @@ class _Finetuning:
     def card(self) -> dict[str, Any]:
         """What the model card says of the data, the model it began from and its use."""
         args, sets = self.args, [split for split in self.rows if split.startswith("validation")]
+        trained = "Trained" if args.model_name_or_path is None else "Fine-tuned"
         name, config = args.hub_dataset()
         return {
             "data": (
-                f"Fine-tuned on {len(self.rows['train']):,} rows of {args.data_source()}, and evaluated on "
+                f"{trained} on {len(self.rows['train']):,} rows of {args.data_source()}, and evaluated on "
                 f"{sum(len(self.rows[split]) for split in sets):,} rows of its "
                 f"{' and '.join(split.replace('_', ' ') for split in sets)} set{'s' if len(sets) > 1 else ''}."
             ),
@@ -369,7 +416,7 @@ class _Finetuning:
             "dataset_split": args.validation_split or "validation" if sets == ["validation"] else ", ".join(sets),
             "example": ("Replace this text by your own.", "And this one, too.")
             if len(self.task.text_columns) > 1
-            else None,
+            else self.task.example,
         }
 
 
@@ -386,12 +433,12 @@ def _check_splits(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> N
 
 def content_digests(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> dict[str, Any]:
     """Digests of the data as they were read, and of the model that a run begins from."""
-    config = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
-    tokenizer = args.tokenizer_name or args.model_name_or_path
+    config, tokenizer = _config_and_tokenizer(args)
+    start = args.model_name_or_path
     return {
         "data": {split: data_digest(dataset) for split, dataset in splits.items()},
-        "model": weights_digest(args.model_name_or_path, config),
-        **model_settings(config, AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=args.trust_remote_code)),
+        "model": None if start is None else weights_digest(start, config),
+        **model_settings(config, tokenizer),
     }
 
 
@@ -409,7 +456,8 @@ def finetune(
     splits: Mapping[str, Dataset],
     content: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Fine-tunes a pretrained model, evaluates it, and writes predictions; with `--no_do_train`, as it is.
+    """Fine-tunes a pretrained model, or trains a new one, evaluates it, and writes predictions; with `--no_do_train`,
+    as it is.
 
     In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
     card, a prediction file for each test set, and the checkpoints asked for. A run that is ended by a signal
