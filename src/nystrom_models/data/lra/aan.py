@@ -10,6 +10,7 @@ from pathlib import Path
 from datasets import ClassLabel, Dataset, Features, Value
 
 from .counts import require_counts
+from .generation import read_files
 
 FILES = {
     split: f"new_aan_pairs.{name}.tsv"
@@ -56,13 +57,7 @@ def load_aan(data_dir: str | os.PathLike | None, max_bytes: int, cache_dir: str 
     if missing:
         raise FileNotFoundError(f"--data_dir {data_dir or 'FOLDER'} must hold {', '.join(missing)}: {WHERE}.")
     found = {
-        split: Dataset.from_generator(
-            _rows,
-            features=_FEATURES,
-            cache_dir=cache_dir,
-            gen_kwargs={"paths": [str(Path(str(data_dir), name))], "max_bytes": max_bytes},
-            split=split,
-        )
+        split: read_files(_rows, [Path(str(data_dir), name)], _FEATURES, split, cache_dir, max_bytes=max_bytes)
         for split, name in FILES.items()
     }
     for split, rows in found.items():

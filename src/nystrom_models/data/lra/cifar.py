@@ -9,13 +9,13 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
 from .counts import require_counts
+from .generation import read_files
 from .pictures import to_text
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 REPOSITORY = "uoft-cs/cifar10"
 FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
 COUNTS = {"train": 50_000, "test": 10_000}
-VALIDATION_ROWS = 5_000  # the last ones of the training set, as in the Long Range Arena
 _ROW = 1 + 3 * 32 * 32  # bytes: the class, then red, green and blue
 _FEATURES = Features({"text": Value("string"), "label": ClassLabel(names=list(CLASSES))})
 WHERE = (
@@ -54,7 +54,8 @@ def load_cifar(
     """`train`, `validation` and `test`, with a picture as `text` and its class as `label`.
 
     Args:
-        data_dir: the folder of `data_batch_1.bin` and the others; None for the Hub, whose pictures need Pillow.
+        data_dir: the folder of `data_batch_1.bin` and the others, or the one above it; None for the Hub, whose pictures
+            need Pillow.
         cache_dir, num_proc: as of `datasets`.
 
     Raises:
@@ -69,25 +70,19 @@ def load_cifar(
         }
     else:
         folder = Path(data_dir)
-        for nested in (folder / "cifar-10-batches-bin",):
-            folder = nested if nested.is_dir() else folder
+        if (folder / "cifar-10-batches-bin").is_dir():
+            folder /= "cifar-10-batches-bin"
         missing = [name for names in FILES.values() for name in names if not (folder / name).is_file()]
         if missing:
             raise FileNotFoundError(f"--data_dir {data_dir} lacks {', '.join(missing)}. {WHERE}.")
         found = {
-            split: Dataset.from_generator(
-                _binary_rows,
-                features=_FEATURES,
-                cache_dir=cache_dir,
-                gen_kwargs={"paths": [str(folder / name) for name in names]},
-                split=split,
-            )
+            split: read_files(_binary_rows, [folder / name for name in names], _FEATURES, split, cache_dir)
             for split, names in FILES.items()
         }
     for split, rows in found.items():
         require_counts(rows, "label", COUNTS[split], f"the {split} set of CIFAR-10", WHERE)
     train = found["train"]
-    first = len(train) - len(train) * VALIDATION_ROWS // COUNTS["train"]
+    first = len(train) * 9 // 10  # the last tenth is held out, as in the Long Range Arena
     return {
         "train": train.select(range(first)),
         "validation": train.select(range(first, len(train))),

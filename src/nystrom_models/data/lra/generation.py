@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated data sets: the same rows for any number of processes."""
+"""Data sets of generated rows, the same for any number of processes, and of rows read from files."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, Value
 
 _ROWS_OF_A_PART = 500
+# Part of the names under which rows are cached: to be raised when the rows of a seed change.
+_VERSION = 1
+
+
+def _rows(rows: Callable[..., Iterator[Any]], version: Any, **options: Any) -> Iterator[Any]:
+    """For `datasets`, which tells cached data apart by the arguments of the function that made them."""
+    return rows(**options)
 
 
 def generate(
@@ -36,11 +44,48 @@ def generate(
         starts = range(0, size, _ROWS_OF_A_PART)
         parts = [range(start, min(start + _ROWS_OF_A_PART, size)) for start in starts]
         found[split] = Dataset.from_generator(
-            rows,
+            _rows,
             features=features,
             cache_dir=cache_dir,
-            gen_kwargs={"numbers": parts, "name": f"{split}-{seed}", **options},
+            gen_kwargs={
+                "rows": rows,
+                "version": _VERSION,
+                "numbers": parts,
+                "name": f"{split}-{seed}",
+                **options,
+            },
             num_proc=None if num_proc is None else min(num_proc, len(parts)),
             split=split,
         )
     return found
+
+
+def read_files(
+    rows: Callable[..., Any],
+    paths: Sequence[Path],
+    features: Features,
+    split: str,
+    cache_dir: str | None = None,
+    **options: Any,
+) -> Dataset:
+    """A data set of the rows that a generator function gives of files, which is cached until one of them changes.
+
+    Args:
+        rows: takes `paths`, a list of names, and `options`.
+        paths: existing files.
+        features, split, cache_dir: as of `datasets`.
+        options: further arguments of `rows`.
+    """
+    stamps = " ".join(f"{path.stat().st_size}-{path.stat().st_mtime_ns}" for path in paths)
+    return Dataset.from_generator(
+        _rows,
+        features=features,
+        cache_dir=cache_dir,
+        gen_kwargs={
+            "rows": rows,
+            "version": f"{_VERSION} {stamps}",
+            "paths": [str(path.resolve()) for path in paths],
+            **options,
+        },
+        split=split,
+    )
