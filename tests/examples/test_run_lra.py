@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-import lra_table
+import lra_report
 import numpy as np
 import pytest
 import run_lra
@@ -90,7 +90,7 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
         stopped = run(tmp_path / "stopped", cache, *options)
         assert stopped == {"train": {"steps": 1}} and not (tmp_path / "stopped" / "pretraining").exists()
     capsys.readouterr()
-    lra_table.main(["--runs", str(tmp_path)])
+    lra_report.main(["--runs", str(tmp_path)])
     printed = capsys.readouterr().out
     accuracy = json.loads((tmp_path / "all_results.json").read_text())["results"]["test"]["accuracy"]
     assert f"| ours: linear, pretrained on the task | {100 * accuracy:.2f} |  |  |  |  |  |" in printed
@@ -218,11 +218,13 @@ def test_flags_that_contradict_each_other(options, message, cache, tmp_path):
 
 
 def test_the_published_table(capsys, tmp_path):
-    lra_table.main([])
+    lra_report.main([])
     printed = capsys.readouterr().out
     # The averages that the papers print.
     for name, average in (("softmax (Xiong", 58.77), ("Linformer (Xiong", 55.59), ("Nystr\u00f6m (Xiong", 58.95)):
         line = next(line for line in printed.splitlines() if name in line)
         assert float(line.split("|")[-2]) == pytest.approx(average, abs=0.011)
+    page = (Path(__file__).parents[2] / "docs" / "long-range-arena.md").read_text(encoding="utf-8")
+    assert printed.strip() in page
     with pytest.raises(FileNotFoundError, match="takes folders of finished runs"):
-        lra_table.main(["--runs", str(tmp_path)])
+        lra_report.main(["--runs", str(tmp_path)])

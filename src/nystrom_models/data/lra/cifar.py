@@ -54,7 +54,7 @@ def load_cifar(
     """`train`, `validation` and `test`, with a picture as `text` and its class as `label`.
 
     Args:
-        data_dir: the folder of `data_batch_1.bin` and the others, or the one above it; None for the Hub, whose pictures
+        data_dir: the folder of `data_batch_1.bin` and the others, or that above it; None for the Hub, whose pictures
             need Pillow.
         cache_dir, num_proc: as of `datasets`.
 

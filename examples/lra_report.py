@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/long-range-arena.md: accuracies on the test sets, published ones beside those of finished runs.
 
-    python examples/lra_table.py --runs outputs/lra/*
+    python examples/lra_report.py --runs outputs/lra/*
+    python examples/lra_report.py --draw_pathfinder docs/images/pathfinder.png
 
-reads the all_results.json that examples/run_lra.py left in each folder, of one run or of a grid over seeds, and prints
-two tables in Markdown: accuracies, with empty cells for what was not run, and what each of ours took.
+The first reads the all_results.json that examples/run_lra.py left in each folder, of one run or of a grid over seeds,
+and prints two tables in Markdown: accuracies, with empty cells for what was not run, and what each of ours took. The
+second draws pictures of Pathfinder; it needs matplotlib.
 """
 
 import argparse
@@ -139,12 +141,41 @@ def recipe_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -
     return "\n".join(lines)
 
 
+def draw_pathfinder(path: str, seed: int = 0) -> None:
+    """A picture of the first training examples of Pathfinder: above those of two curves, below those of one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from nystrom_models.data.lra.pathfinder import picture
+
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    number = 0
+    while min(map(len, found.values())) < 6:
+        pixels, label = picture(f"train-{seed}-{number}")
+        found[label].append(pixels)
+        number += 1
+    figure, rows = pyplot.subplots(2, 6, figsize=(6, 2.1), layout="constrained")
+    for axes, label in zip(rows, found, strict=True):
+        for place, pixels in zip(axes, found[label], strict=False):
+            place.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+            place.set_axis_off()
+    figure.savefig(path, dpi=128, pil_kwargs={"optimize": True})
+    pyplot.close(figure)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--runs", nargs="*", default=[], help="Folders of finished runs; none for the published table."
     )
-    found = collect(parser.parse_args(args).runs)
+    parser.add_argument("--draw_pathfinder", metavar="FILE", help="Draw examples of Pathfinder instead of the tables.")
+    chosen = parser.parse_args(args)
+    if chosen.draw_pathfinder is not None:
+        draw_pathfinder(chosen.draw_pathfinder)
+        return
+    found = collect(chosen.runs)
     print(accuracy_table(found))
     if found:
         print("\nTokens and hours are means of a run, of the training on labels alone.\n")
