@@ -67,6 +67,18 @@ def test_classes_are_balanced_and_pictures_differ(pictures):
     assert (again == pictures[3][0]).all() and label == pictures[3][1]
 
 
+@pytest.mark.slow
+def test_the_distance_between_the_dots_does_not_tell_the_class():
+    distances = {0: [], 1: []}
+    for number in range(500):
+        pixels, label = picture(f"distance-{number}")
+        bright = np.argwhere(pixels > 220)
+        distances[label].append(np.hypot(*(bright[:, None] - bright[None]).transpose(2, 0, 1)).max())
+    larger = np.subtract.outer(distances[1], distances[0])
+    # The share of pairs of pictures of which that of class 1 has the larger distance; 0.70 if left to chance.
+    assert abs((larger > 0).mean() + (larger == 0).mean() / 2 - 0.5) < 0.08
+
+
 def test_pictures_as_texts():
     pixels = np.arange(256, dtype=np.uint8)
     assert to_text(pixels) == "".join(CHARACTERS) and (to_pixels(to_text(pixels)) == pixels).all()

@@ -3,8 +3,9 @@
 one dashed curve?
 
 A picture of 32 × 32 has two long curves of 14 dashes and five short ones of 4. Two ends of long curves are dots: both
-of one curve (class 1), or one of each (class 0). These numbers are the Long Range Arena's; the drawing is our own.
-Lengths are in pixels.
+of one curve (class 1), or one of each (class 0). These numbers are the Long Range Arena's; the drawing is our own. So
+is that the distance between the dots does not tell the class: left to chance, the ends of one curve are farther apart,
+which alone would give two thirds of the answers. Lengths are in pixels.
 """
 
 import math
@@ -30,13 +31,16 @@ MARGIN = 2.0
 SEPARATION = 3.3
 # Between a dot's centre and other curves, and between two dots.
 DOT_SEPARATION = 4.4
+SAME_DISTANCE = 1.0  # up to this difference, the dots of both classes are equally far apart
 TURN = 0.45  # standard deviation of the angle between two dashes, in radians
 _ATTEMPTS = 12  # at the next dash of a curve, before the curve is given up
 _CURVES = 400  # attempts at a curve, before the picture is given up
 
 _FINE = 4  # cells a pixel
 
-Dash = tuple[tuple[float, float], tuple[float, float]]  # beginning and end, x and y
+Place = tuple[float, float]  # x and y
+Dash = tuple[Place, Place]  # beginning and end
+Dots = tuple[Place, Place]
 
 
 def _disc(radius: float) -> np.ndarray:
@@ -53,10 +57,10 @@ class _Taken:
         cells = SIZE * _FINE + 2 * self.border
         self.cells = np.zeros((cells, cells), dtype=bool)
 
-    def __contains__(self, place: tuple[float, float]) -> bool:
+    def __contains__(self, place: Place) -> bool:
         return bool(self.cells[round(place[1] * _FINE) + self.border, round(place[0] * _FINE) + self.border])
 
-    def add(self, place: tuple[float, float], disc: np.ndarray) -> None:
+    def add(self, place: Place, disc: np.ndarray) -> None:
         """Takes the places of a disc around one."""
         half = len(disc) // 2
         row, column = (round(place[axis] * _FINE) + self.border - half for axis in (1, 0))
@@ -66,10 +70,14 @@ class _Taken:
 _NEAR, _NEAR_A_DOT = _disc(SEPARATION), _disc(DOT_SEPARATION)
 
 
-def _places(dash: Dash) -> tuple[tuple[float, float], ...]:
+def _places(dash: Dash) -> tuple[Place, ...]:
     """Beginning, middle and end of a dash."""
     (x, y), (u, v) = dash
     return dash[0], ((x + u) / 2, (y + v) / 2), dash[1]
+
+
+def _ends(curve: list[Dash]) -> tuple[Place, Place]:
+    return curve[0][0], curve[-1][1]
 
 
 def _draw_curve(draw: Callable[[], float], length: int, lines: _Taken, dots: _Taken) -> list[Dash] | None:
@@ -95,7 +103,9 @@ def _draw_curve(draw: Callable[[], float], length: int, lines: _Taken, dots: _Ta
             if min(end) < MARGIN or max(end) > SIZE - MARGIN:
                 continue
             dash = (begin, end)
-            if any(point in lines or point in own for point in _places(dash)):
+            _, middle, _ = _places(dash)
+            # The end is in the way most often.
+            if end in lines or end in own or middle in lines or middle in own or begin in lines or begin in own:
                 continue
             if not at_end or (end if number else begin) not in dots:
                 break
@@ -107,16 +117,27 @@ def _draw_curve(draw: Callable[[], float], length: int, lines: _Taken, dots: _Ta
             for point in _places(curve[number - 2]):
                 own.add(point, _NEAR)
     # Dots at both ends must not meet either.
-    return curve if math.dist(curve[0][0], curve[-1][1]) >= DOT_SEPARATION else None
+    return curve if math.dist(*_ends(curve)) >= DOT_SEPARATION else None
 
 
-def _curves(draw: Callable[[], float]) -> list[list[Dash]] | None:
-    """Two long curves, then the short ones; None if there was no room."""
+def _dots(first: list[Dash], second: list[Dash]) -> tuple[Dots, Dots] | None:
+    """The ends that become dots, by class: those of two curves and those of one, about equally far apart; None if the
+    ends of these curves are not."""
+    apart = [(one, other) for one in _ends(first) for other in _ends(second)]
+    connected = [_ends(first), _ends(second)]
+    pairs = [(two, one) for two in apart for one in connected]
+    best = min(pairs, key=lambda pair: abs(math.dist(*pair[0]) - math.dist(*pair[1])))
+    return best if abs(math.dist(*best[0]) - math.dist(*best[1])) < SAME_DISTANCE else None
+
+
+def _scene(draw: Callable[[], float]) -> tuple[list[list[Dash]], tuple[Dots, Dots]] | None:
+    """Two long curves, then the short ones, and the dots by class; None if there was no room."""
     curves: list[list[Dash]] = []
-    lines, dots = _Taken(), _Taken()
+    dots: tuple[Dots, Dots] | None = None
+    lines, ends = _Taken(), _Taken()
     for length in (CONTOUR_LENGTH,) * 2 + (DISTRACTOR_LENGTH,) * NUM_DISTRACTORS:
         for _ in range(_CURVES):
-            if (curve := _draw_curve(draw, length, lines, dots)) is not None:
+            if (curve := _draw_curve(draw, length, lines, ends)) is not None:
                 break
         else:
             return None
@@ -124,12 +145,15 @@ def _curves(draw: Callable[[], float]) -> list[list[Dash]] | None:
         for dash in curve:
             for point in _places(dash):
                 lines.add(point, _NEAR)
-                dots.add(point, _NEAR_A_DOT)
+                ends.add(point, _NEAR_A_DOT)
         if length == CONTOUR_LENGTH:
             # Any end of a long curve may become a dot, so that each has the room, whatever the class.
-            for end in (curve[0][0], curve[-1][1]):
+            for end in _ends(curve):
                 lines.add(end, _NEAR_A_DOT)
-    return curves
+        if len(curves) == 2 and (dots := _dots(*curves)) is None:
+            return None
+    assert dots is not None
+    return curves, dots
 
 
 @cache
@@ -156,12 +180,11 @@ def picture(seed: str) -> tuple[np.ndarray, int]:
     """A random picture, uint8 (32, 32), and its class; the classes are equally likely."""
     draw = random.Random(seed).random
     label = int(draw() < 0.5)
-    while (curves := _curves(draw)) is None:
+    while (scene := _scene(draw)) is None:
         pass
-    first, second = curves[:2]
-    dots = (first[0][0], first[-1][1] if label else second[0][0])
+    curves, dots = scene
     grey = DASH_LEVEL * _coverage(_distance_to_dashes(curves), HALF_WIDTH)
-    for dot in dots:
+    for dot in dots[label]:
         distance = np.sqrt(np.square(_pixel_centres() - dot).sum(-1))
         grey = np.maximum(grey, DOT_LEVEL * _coverage(distance, DOT_RADIUS))
     return np.rint(255 * grey).astype(np.uint8), label
