@@ -3,5 +3,5 @@
 
 import os
 
-# Before the first import of torch: its profiler, which measures memory, reports every start and stop otherwise.
+# Set before the first import of torch: otherwise its profiler, which measures memory, reports every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")

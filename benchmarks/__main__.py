@@ -3,6 +3,6 @@ import sys
 
 from benchmarks.cli import main
 
-# Processes of contenders import this file, too.
+# The processes of contenders also import this file.
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of Transformers with `attn_implementation="nystrom"` beside themselves with `sdpa`: the same weights.
+"""Encoders of Transformers with `attn_implementation="nystrom"` compared with `sdpa`, with the same weights.
 
-Base size: 12 layers, 768 wide, or as many layers as `--num_layers` says; without a pooler. BERT and ESM-2 read token
-ids (B, N), ViT an image of N patches of 16×16 pixels, to which it adds a token.
+Base size: 12 layers (or `--num_layers`), 768 wide, without a pooler. BERT and ESM-2 read token ids (B, N), ViT reads
+an image of N patches of 16×16 pixels and adds a token.
 """
 
 import math
@@ -22,7 +22,7 @@ REFERENCE = "nystrom-reference"
 
 
 def image_size(length: int) -> tuple[int, int]:
-    """Pixels of the image of so many patches that is nearest to a square."""
+    """Height and width, in pixels, of the image of `length` patches that is nearest to a square."""
     rows = next(rows for rows in range(math.isqrt(length), 0, -1) if length % rows == 0)
     return rows * PATCH, length // rows * PATCH
 
@@ -64,7 +64,7 @@ def attend_in_the_papers_order(
     scaling: float = 1.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """The readable attention, with the signature of Transformers' `AttentionInterface`, for rows without padding."""
+    """The reference attention, with the signature of Transformers' `AttentionInterface`, for rows without padding."""
     query = query * (scaling * query.shape[-1] ** 0.5)
     num_landmarks = module.config.nystrom["num_landmarks"]
     return nystrom_attention_reference(query, key, value, num_landmarks=num_landmarks).transpose(1, 2), None
@@ -81,7 +81,7 @@ def count_tokens(inputs: Inputs) -> int:
 
 
 def workload(name: str, title: str, build: Callable[[Setting], PreTrainedModel], inputs: Callable) -> None:
-    """Registers a model as it is and with Nyström attention."""
+    """Registers a model with its own attention and with Nyström attention."""
 
     def with_nystrom(setting: Setting) -> PreTrainedModel:
         return use_nystrom(build(setting), setting.num_landmarks)
@@ -109,6 +109,6 @@ def workload(name: str, title: str, build: Callable[[Setting], PreTrainedModel],
     made.contender("sdpa")(lambda setting, given: prepare(setting, given, build))
 
 
-workload("bert", "BERT with Nyström attention and as it is", bert, draw_inputs)
-workload("esm", "ESM-2 with Nyström attention and as it is", esm, draw_inputs)
-workload("vit", "ViT with Nyström attention and as it is", vit, draw_images)
+workload("bert", "BERT with Nyström attention and with its own", bert, draw_inputs)
+workload("esm", "ESM-2 with Nyström attention and with its own", esm, draw_inputs)
+workload("vit", "ViT with Nyström attention and with its own", vit, draw_images)

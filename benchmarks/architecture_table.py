@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which architectures of Transformers take Nyström attention as they are: `python -m benchmarks architectures`.
+"""Which unchanged architectures of Transformers work with Nyström attention: `python -m benchmarks architectures`.
 
-Each is tried, with random weights, against the same weights with `sdpa`. One that refuses says why; one whose output
-would not change at all does not use the attention that it was given, and does not count as running.
+Each is compared, with random weights, with the same weights and `sdpa`. For one that refuses, the table has its
+message. One whose output does not change at all does not use the attention, and does not count as running.
 """
 
 import contextlib
@@ -21,24 +21,26 @@ from benchmarks.architectures import ARCHITECTURES, Architecture, Inputs
 from nystrom_models import use_nystrom
 
 LANDMARKS, MANY_LANDMARKS = 8, 64
-# Of the largest entry, in float32.
+# Relative to the largest entry, in float32.
 TOLERANCE = 1e-5
-# By which Nyström attention with few landmarks must differ from exact attention, to have been used at all.
+# The smallest difference between few landmarks and exact attention that shows that Nyström attention was used.
 CHANGE = 1e-3
 
 
 @dataclasses.dataclass
 class Answer:
-    """What was found of an architecture: largest differences, relative to the largest entry.
+    """The results of an architecture: largest differences, relative to the largest entry.
 
-    refusal: why it does not run; None if it does.
-    exact: from `sdpa`, with more landmarks than tokens. exact_gradient: of gradients of all parameters there.
-    change: from `sdpa`, with few landmarks.
-    padding: of a row alone and padded, and of other contents at padding; None for models that take no mask.
-    own_padding: the same with `sdpa`: some models let padding in elsewhere, by convolutions over the tokens.
-    gradients: with few landmarks, how many parameters have gradients that are finite and not all zero, of as many
-        as with `sdpa`.
-    loading: between the model and what was saved and loaded.
+    refusal: why it does not run; None if it runs.
+    exact: output, from `sdpa`, with more landmarks than tokens. exact_gradient: the same for the gradients of all
+        parameters.
+    change: output, from `sdpa`, with few landmarks.
+    padding: between a row alone and padded, and between two contents of padding; None for models that take no mask.
+    own_padding: the same with `sdpa`: in some models padding has an effect outside attention, by convolutions over the
+        tokens.
+    gradients: with few landmarks, the number of parameters whose gradients are finite and not all zero, and the number
+        with `sdpa`.
+    loading: between the model and its copy that was saved and loaded.
     """
 
     refusal: str | None = None
@@ -52,11 +54,11 @@ class Answer:
 
     @property
     def lets_padding_in(self) -> bool:
-        """Whether padding changes what the model makes of tokens, whatever its attention."""
+        """Whether padding changes the states of tokens with any attention."""
         return self.own_padding is not None and self.own_padding > TOLERANCE
 
     def faults(self) -> list[str]:
-        """What is not as it should be of an architecture that runs."""
+        """What is wrong with an architecture that runs."""
         if self.refusal is not None:
             return []
         assert self.gradients is not None and self.change is not None
@@ -78,7 +80,7 @@ def difference(left: Tensor, right: Tensor) -> float:
 
 
 def gradients_of(architecture: Architecture, model: PreTrainedModel, inputs: Inputs) -> dict[str, Tensor]:
-    """Of a weighted sum of the outputs, by the parameters' names; those that are all zero are left out."""
+    """The gradients of a weighted sum of the outputs, by the parameters' names, without those that are all zero."""
     output = architecture.output(model, inputs)
     weights = torch.linspace(-1, 1, output.numel()).view_as(output)
     model.zero_grad()
@@ -90,7 +92,7 @@ def gradients_of(architecture: Architecture, model: PreTrainedModel, inputs: Inp
 
 
 def gradient_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """The largest, relative to the largest entry of all: some gradients are zero but for rounding."""
+    """The largest difference, relative to the largest entry of all gradients: some are zero except for rounding."""
     if left.keys() != right.keys():
         return float("inf")
     scale = max(gradient.abs().max() for gradient in right.values())
@@ -98,7 +100,7 @@ def gradient_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> fl
 
 
 def padding_difference(architecture: Architecture, model: PreTrainedModel, inputs: Inputs) -> float:
-    """Of a row alone and in a batch that pads it; and of a batch whose padding holds something else."""
+    """The difference between a row alone and in a batch that pads it, and between two contents of the padding."""
     assert architecture.padded is not None
     name, per_token = architecture.padded
     padded = dict(inputs)
@@ -126,7 +128,7 @@ def padding_difference(architecture: Architecture, model: PreTrainedModel, input
 
 
 def loaded(architecture: Architecture, model: PreTrainedModel) -> PreTrainedModel:
-    """What was saved and loaded, with its attention named as a user names it."""
+    """The model saved and loaded, with its attention named as a user does."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         if architecture.part is not None and architecture.key is None:
@@ -139,7 +141,7 @@ def loaded(architecture: Architecture, model: PreTrainedModel) -> PreTrainedMode
 
 
 def try_out(architecture: Architecture) -> Answer:
-    """What an architecture does with Nyström attention."""
+    """The results of an architecture with Nyström attention."""
     torch.manual_seed(0)
     model = architecture.build()
     inputs = architecture.inputs(2)
@@ -171,7 +173,7 @@ def try_out(architecture: Architecture) -> Answer:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of configurations that are far from any trained model's."""
+    """Suppresses warnings about configurations that differ from those of trained models."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.ERROR)
     transformers.logging.disable_progress_bar()
@@ -200,12 +202,12 @@ def measure(
 
 
 def table(answers: Answers) -> str:
-    """Markdown: first those that run, then those that refuse, with the reason."""
+    """The Markdown tables: first of those that run, then of those that refuse, with the reason."""
     kinds = {architecture.name: architecture.kind for architecture in ARCHITECTURES}
     lines = [
         "Small models with random weights, float32 on a CPU. Differences are relative to the largest entry.",
-        f"Short rows have fewer tokens than the {MANY_LANDMARKS} landmarks. Few are {LANDMARKS}; with these,",
-        "padding is a row alone against the same row padded, and other contents at padding.",
+        f"Short rows have fewer tokens than the {MANY_LANDMARKS} landmarks. Few landmarks are {LANDMARKS}. Padding:",
+        "with few landmarks, a row alone against the same row padded, and two contents of the padding.",
         "",
         "| architecture | kind | short rows against `sdpa`: output, gradients | few landmarks change the output by "
         "| padding | gradients | saved and loaded |",

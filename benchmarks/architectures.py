@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architectures of Transformers as small models with random weights, to try `attn_implementation="nystrom"` on.
 
-All have 2 layers, 2 heads and a width of 32, no dropout, and some 40 tokens. Their weights are wide enough that
-attention is far from uniform, so that a wrong one shows in the output.
+All have 2 layers, 2 heads and a width of 32, no dropout, and some 40 tokens. Their weights are large enough that
+attention is far from uniform, so that wrong attention changes the output.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-# Tokens of a text; more than LANDMARKS and fewer than MANY_LANDMARKS, as what all others make of their inputs.
+# Tokens of a text: more than LANDMARKS and fewer than MANY_LANDMARKS. The same holds for the other kinds of input.
 LENGTH = 40
 VOCABULARY = 100
 WIDTH, LAYERS, HEADS = 32, 2, 2
@@ -49,7 +49,7 @@ SPEECH = (
         "conv_dim": [8, 8],
         "conv_kernel": [STRIDE // 2, 2],
         "conv_stride": [STRIDE // 2, 2],
-        "feat_extract_norm": "layer",  # over a frame; over a row, padding would move it whatever the attention
+        "feat_extract_norm": "layer",  # over a frame; a norm over a row would depend on padding
         "num_conv_pos_embeddings": 4,
         "num_conv_pos_embedding_groups": 2,
         "hidden_dropout": 0.0,
@@ -92,19 +92,19 @@ def samples(rows: int) -> Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A model and what it is given.
+    """A model and its inputs.
 
     Args:
-        name: in the table.
+        name: its name in the table.
         kind: "text", "protein", "vision", "speech" or "several parts".
-        model_type: of its configuration.
-        fields: of its configuration.
-        inputs: makes those of a number of rows, full.
-        padded: the mask's name if rows may be padded, and how many of its entries make a token.
-        part: of the model that gets Nyström attention, by its attribute's name; all of it by default.
-        key: of `attn_implementation` that names this part on loading; None for a part that has no configuration of
-            its own, and gets its attention back by `use_nystrom`.
-        model_class: in place of `AutoModel`.
+        model_type: the model type of its configuration.
+        fields: fields of its configuration.
+        inputs: makes the inputs for a number of full rows.
+        padded: the mask's name if rows may be padded, and the number of its entries for each token.
+        part: the attribute name of the part that gets Nyström attention; by default, the whole model.
+        key: the key of `attn_implementation` for this part on loading; None for a part without a configuration of its
+            own, which gets its attention back from `use_nystrom`.
+        model_class: used instead of `AutoModel`.
         call: keyword arguments of every call.
     """
 
@@ -120,7 +120,7 @@ class Architecture:
     call: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self) -> PreTrainedModel:
-        """The model with `sdpa` where it has that, in evaluation mode; its weights depend on PyTorch's seed."""
+        """The model with `sdpa` if it supports it, in evaluation mode; its weights depend on PyTorch's seed."""
         config = AutoConfig.for_model(self.model_type, **self.fields)
         if self.model_class is None:
             return AutoModel.from_config(config).eval()
@@ -132,7 +132,7 @@ class Architecture:
         return model
 
     def output(self, model: PreTrainedModel, inputs: Inputs) -> Tensor:
-        """The states of the part, or what the model makes of them."""
+        """The states of the part, or an output of the model that depends on them."""
         outputs = self.part_of(model)(**inputs, **self.call)
         return outputs["last_hidden_state"] if "last_hidden_state" in outputs else outputs[0]
 
@@ -275,7 +275,7 @@ ARCHITECTURES = (
         },
         inputs=lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
     ),
-    # What is refused, and why: each of its own kind.
+    # Models that are refused, each for a different reason.
     Architecture("BART, whole (causal decoder)", "several parts", "bart", SEQ2SEQ | {"max_position_embeddings": 80}),
     Architecture("CLIP, whole (causal text)", "several parts", "clip", CLIP, lambda n: token_ids(n) | pixels(n)),
     Architecture(

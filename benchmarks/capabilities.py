@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each implementation can do, found by trying: `python -m benchmarks capabilities`.
+"""What each implementation can do, tested by running it: `python -m benchmarks capabilities`.
 
-A check is a function of a contender: it returns None if the contender does what the check's title says, and otherwise
-what was seen instead. An error that the contender raises is an answer too. `NotOffered` is raised where the
-contender's classes have no such thing, which is found by inspection.
+A check is a function of a contender. It returns None if the contender does what the check's title says, otherwise what
+happened instead. An error that the contender raises is a result, too. A check raises `NotOffered` if the contender's
+classes have no such feature, which is found by inspection.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import nystrom_models
 
 WIDTH, LAYERS, HEADS, SLOTS, LENGTH, VOCABULARY = 32, 2, 2, 16, 64, 100
-# Of the largest entry, in float32. What breaks a promise here differs by percents; rounding by 1e-6.
+# Relative to the largest entry, in float32. Wrong results differ by percents, rounding errors are about 1e-6.
 TOLERANCE = 1e-4
-HALF_TOLERANCE = 0.2  # two layers of eight-bit mantissas; a broken result is off by its whole size
+HALF_TOLERANCE = 0.2  # for two layers with eight-bit mantissas; the error of a wrong result is about 1
 
 FIELDS = {
     "vocab_size": VOCABULARY,
@@ -46,11 +46,11 @@ FIELDS = {
 
 
 class NotOffered(Exception):
-    """The contender's classes have no such thing."""
+    """The contender's classes have no such feature."""
 
 
 class Contender(nn.Module):
-    """An encoder behind one signature: token ids (B, N) and a mask (B, N) bool or None -> states (B, N, C)."""
+    """An encoder with the same signature for all: token ids (B, N), mask (B, N) bool or None -> states (B, N, C)."""
 
     title: str
     package: str | None = None  # to be installed, if it is not a dependency
@@ -130,7 +130,7 @@ class BuiltIn(TransformersContender):
     def forward(self, input_ids: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
             return super().forward(input_ids)
-        # As for a BERT, positions that padding on the left does not shift are the caller's business.
+        # As with BERT, the caller must give position ids that padding on the left does not shift.
         positions = (mask.long().cumsum(dim=-1) - 1).clamp_min(0) + 2
         return self.encoder(input_ids, attention_mask=mask.long(), position_ids=positions).last_hidden_state
 
@@ -141,7 +141,7 @@ class BuiltInNystrom(BuiltIn):
 
     @classmethod
     def config(cls, max_length: int = LENGTH, **fields) -> transformers.PreTrainedConfig:
-        # Of the lengths up to the maximum it can run one, which is configured.
+        # It can run only one length, which is configured.
         return super().config(max_length, segment_means_seq_len=max_length, **fields)
 
 
@@ -190,7 +190,7 @@ class LinformerPytorchPackage(Contender):
         self.encoder = package.Linformer(
             max_length, WIDTH, SLOTS, dim_ff=4 * WIDTH, nhead=HEADS, depth=LAYERS, dropout=0.0, dropout_ff=0.0
         )
-        # Its own way to run a sequence that is shorter than the configured one.
+        # The package's own option for sequences shorter than the configured length.
         self.padder = package.Padder(self.encoder)
 
     def takes_mask(self) -> bool:
@@ -224,7 +224,7 @@ def has_argument(function: Callable, name: str) -> bool:
 
 
 def build(contender: type[Contender], **options) -> Contender:
-    """An instance with random weights of one scale for all, under which attention is as uneven as a trained one's."""
+    """An instance with random weights, of the same scale for all: attention is as uneven as in trained models."""
     torch.manual_seed(0)
     encoder = contender(**options).eval()
     for module in encoder.modules():
@@ -240,7 +240,7 @@ def token_ids(batch: int, length: int) -> Tensor:
 
 
 def deviation(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> str | None:
-    """None if two results agree, else how far they are apart."""
+    """None if two results agree, otherwise how much they differ."""
     if actual.shape != expected.shape:
         return f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
     if not actual.isfinite().all():
@@ -254,11 +254,11 @@ def deviation(actual: Tensor, expected: Tensor, what: str, tolerance: float = TO
 
 @torch.no_grad()
 def linear_in_the_length(contender: type[Contender]) -> str | None:
-    """By the operations of matrix products and convolutions."""
+    """Counts the operations of matrix products and convolutions."""
     counts = []
     for length in (512, 1024):
         encoder = build(contender, max_length=length)
-        # SDPA as matrix products, which the counter knows on every device.
+        # With SDPA as matrix products, which are counted on every device.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             encoder(token_ids(1, length))
         counts.append(counter.get_total_flops())
@@ -350,7 +350,7 @@ def gradient_checkpointing(contender: type[Contender]) -> str | None:
         encoder(token_ids(2, LENGTH)).square().sum().backward()
         runs.append(len(calls))
     if runs[1] <= runs[0]:
-        return "nothing is computed again"
+        return "nothing is recomputed"
     for (name, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
         if (one.grad is None) != (other.grad is None):
             return f"no gradient of {name}"
@@ -398,7 +398,7 @@ def sentence_order_head(contender: type[Contender]) -> str | None:
     outputs = model(ids, labels=ids, sentence_order_label=torch.tensor([0, 1]))
     outputs.loss.backward()
     if outputs.sop_logits.shape != (2, 2) or outputs.prediction_logits.shape != (*ids.shape, VOCABULARY):
-        return "logits of another shape"
+        return "logits of a wrong shape"
     gradient = model.get_input_embeddings().weight.grad
     return None if gradient is not None and gradient.isfinite().all() and gradient.any() else "no gradient"
 
@@ -460,7 +460,7 @@ CHECKS: dict[str, Callable[[type[Contender]], str | None]] = {
 
 
 def words(error: BaseException) -> str:
-    """The first words of an error, or of the one it came from."""
+    """The first words of an error, or of its cause."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     line = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -470,9 +470,9 @@ def words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def environment(contender: type[Contender]) -> Iterator[None]:
-    """Quiet, and for others than ours with the Auto classes as if this package had not been imported."""
+    """Suppresses output; for contenders of others, the Auto classes are as if this package had not been imported."""
     with contextlib.ExitStack() as stack:
-        # So little work is done sooner by one thread.
+        # One thread is faster for so little work.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         stack.enter_context(warnings.catch_warnings())
@@ -489,7 +489,7 @@ def environment(contender: type[Contender]) -> Iterator[None]:
 
 
 def answer(contender: type[Contender], check: Callable[[type[Contender]], str | None]) -> tuple[str, str | None]:
-    """("yes", "no", "error" or "–", what was seen)."""
+    """("yes", "no", "error" or "–", what happened instead)."""
     with environment(contender):
         try:
             seen = check(contender)
@@ -504,7 +504,7 @@ Answers = dict[str, dict[str, tuple[str, str | None]]]  # by the title of a cont
 
 
 def measure(contenders: Iterable[type[Contender]], report: Callable[[str], None] = lambda line: None) -> Answers:
-    """Tries every check on every contender that is installed."""
+    """Runs every check on every contender that is installed."""
     answers: Answers = {}
     for contender in contenders:
         package = contender.package
@@ -517,7 +517,7 @@ def measure(contenders: Iterable[type[Contender]], report: Callable[[str], None]
 
 
 def table(answers: Answers, markdown: bool = False) -> str:
-    """Checks down, contenders across; what was seen instead of a yes stands in numbered notes below."""
+    """A table of checks (rows) and contenders (columns); numbered notes below say what happened instead of a yes."""
     notes: dict[str, int] = {}
     rows = [["", *answers]]
     for check in CHECKS:
@@ -540,7 +540,7 @@ def table(answers: Answers, markdown: bool = False) -> str:
 
 
 def failures(answers: Answers) -> list[str]:
-    """Where ours say anything but yes to what they offer."""
+    """The checks that our implementations offer but do not pass."""
     return [
         f"{title}: {check}: {verdict} ({seen})"
         for title in (contender.title for contender in CONTENDERS if contender.ours)

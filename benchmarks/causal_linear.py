@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal linear attention by `flash-linear-attention`, whose Triton kernels are the fastest of that kind on a GPU.
 
-Another function than ours: each token sees those before it alone, through the feature map φ(x) = elu(x) + 1 of
-Katharopoulos et al. 2020 (arXiv:2006.16236, eq. 7 and 8). It is timed as what people take for long sequences.
+It is a different function from ours: each token sees only itself and previous tokens, through the feature map
+φ(x) = elu(x) + 1 of Katharopoulos et al. 2020 (arXiv:2006.16236, eq. 7 and 8). It is timed because many use it for
+long sequences.
 """
 
 import torch
@@ -16,7 +17,7 @@ JUDGED = "against causal linear attention with elu(x) + 1, which is what it comp
 
 
 def causal_linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Σ φ(q)·φ(k) v / Σ φ(q)·φ(k) over the tokens up to each one, of (B, N, H, D), some queries at a time."""
+    """Σ φ(q)·φ(k) v / Σ φ(q)·φ(k), (B, N, H, D), over the tokens up to each one, in chunks of queries."""
     query, key = F.elu(query) + 1, F.elu(key) + 1
     state = torch.zeros_like(torch.einsum("bnhd,bnhe->bhde", key[:, :1], value[:, :1]))
     total = torch.zeros_like(key[:, 0])

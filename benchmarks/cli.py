@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="check and time workloads, print a table, store the results")
     run.add_argument("--op", nargs="*", help="operations to measure (see list); without names: all of them")
     run.add_argument("--model", nargs="*", help="whole models to measure (see list); without names: all of them")
-    run.add_argument("--contenders", nargs="+", help="measure these only, and the baseline")
+    run.add_argument("--contenders", nargs="+", help="measure only these and the baseline")
     run.add_argument("--backward", action="store_true", help="time forward and backward together")
     run.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     run.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
@@ -56,24 +56,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--max_seconds",
         type=float,
         default=20.0,
-        help="seconds after which a slow contender sits out further rounds, at the earliest after three (default: 20)",
+        help="seconds after which a slow contender skips further rounds, but not before three (default: 20)",
     )
     run.add_argument("--no_memory", action="store_true", help="do not measure peak memory")
     run.add_argument(
         "--one_process",
         action="store_true",
-        help="run all contenders in this process: it starts faster, but each waits for memory as the others left it",
+        help="run all contenders in this process: it starts faster, but the memory that one leaves slows others down",
     )
     run.add_argument("--output", help="JSON file for the results")
     run.add_argument("--plot", help="image file for a plot of the results (needs matplotlib)")
     add_sizes(run)
 
-    alone = commands.add_parser("kernels", help="time the Triton kernels one by one (GPU), and ways to launch them")
+    alone = commands.add_parser("kernels", help="time each Triton kernel (GPU), and ways to launch it")
     alone.add_argument("--sweep", action="store_true", help="also find the fastest way to launch each (minutes)")
     alone.add_argument(
         "--compiled",
         action="store_true",
-        help="instead print what they compile to, without a GPU: registers, shared memory, spills, barriers (minutes)",
+        help="instead print the resources of the compiled kernels, without a GPU: registers, shared memory, spills, "
+        "barriers (minutes)",
     )
     alone.add_argument(
         "--capabilities",
@@ -98,17 +99,17 @@ def build_parser() -> argparse.ArgumentParser:
         default=list(compiled_kernels.OPTIONS),
         help="with --compiled: with or without mask and dropout (default: both)",
     )
-    alone.add_argument("--kernels", nargs="+", metavar="NAME", help="time these alone, by their names in the table")
+    alone.add_argument("--kernels", nargs="+", metavar="NAME", help="time only these, by their names in the table")
     alone.add_argument(
         "--device",
         choices=["cuda", "cpu"],
         default="cuda",
-        help="cpu, with TRITON_INTERPRET=1: a rehearsal, whose times mean nothing (default: cuda)",
+        help="cpu, with TRITON_INTERPRET=1: a test run, whose times mean nothing (default: cuda)",
     )
     add_sizes(alone)
     alone.set_defaults(dtype="bfloat16")
 
-    batches = commands.add_parser("collators", help="time how batches for pretraining are made (CPU, under a minute)")
+    batches = commands.add_parser("collators", help="time the making of batches for pretraining (CPU, under a minute)")
     batches.add_argument("--batch_size", type=int, default=32, help="rows (default: 32)")
     batches.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="tokens of a row")
 
@@ -125,32 +126,35 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="list workloads and contenders")
     table = commands.add_parser("table", help="print a result file as tables")
     table.add_argument("file")
-    table.add_argument("--layout", choices=report.LAYOUTS, help="print --op self-attention as this paper's table does")
+    table.add_argument(
+        "--layout", choices=report.LAYOUTS, help="print --op self-attention like the table of this paper"
+    )
     table.add_argument(
         "--against", default="exact-softmax", help="contender that a layout compares with (default: exact-softmax)"
     )
     plot = commands.add_parser("plot", help="plot a result file (needs matplotlib)")
     plot.add_argument("file")
     plot.add_argument("--output", help="image file (default: the result file's name with .png)")
-    plot.add_argument("--workloads", nargs="+", metavar="NAME", help="draw these alone")
-    plot.add_argument("--contenders", nargs="+", metavar="NAME", help="draw these alone, in this order")
-    plot.add_argument("--labels", nargs="+", metavar="TEXT", help="what the --contenders are called, in their order")
+    plot.add_argument("--workloads", nargs="+", metavar="NAME", help="draw only these")
+    plot.add_argument("--contenders", nargs="+", metavar="NAME", help="draw only these, in this order")
+    plot.add_argument("--labels", nargs="+", metavar="TEXT", help="labels of the --contenders, in their order")
     plot.add_argument(
         "--color_schemes",
         nargs="+",
         choices=report.COLORS,
-        help="without a background, a picture for each color of the page: picture-light.svg, picture-dark.svg",
+        help="one picture without a background for each color of the page: picture-light.svg, picture-dark.svg",
     )
     commands.add_parser(
-        "architectures", help='which encoders of Transformers take attn_implementation="nystrom" (CPU, under a minute)'
+        "architectures",
+        help='which encoders of Transformers work with attn_implementation="nystrom" (CPU, under a minute)',
     )
-    abilities = commands.add_parser("capabilities", help="try what each implementation can do (CPU, under a minute)")
+    abilities = commands.add_parser("capabilities", help="test what each implementation can do (CPU, under a minute)")
     abilities.add_argument("--markdown", action="store_true", help="print the table as Markdown")
 
-    on_gpu = commands.add_parser("gpu", help="everything that a GPU is needed for, kept in benchmarks/results/")
+    on_gpu = commands.add_parser("gpu", help="all measurements that need a GPU, kept in benchmarks/results/")
     on_gpu.add_argument("--part", nargs="+", choices=gpu.PARTS, default=list(gpu.PARTS), help="default: all, in order")
     on_gpu.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse with small sizes (default: cuda)"
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a test run with small sizes (default: cuda)"
     )
     on_gpu.add_argument(
         "--results", help=f"folder of the results (default: {gpu.RESULTS['cuda']}; {gpu.RESULTS['cpu']} on a CPU)"
@@ -159,23 +163,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=gpu.PART_SECONDS,
-        help=f"after which a part is stopped (default: {gpu.PART_SECONDS})",
+        help=f"time after which a part is stopped (default: {gpu.PART_SECONDS})",
     )
-    tests = commands.add_parser("tests", help="the tests that a GPU is for, as a table")
+    tests = commands.add_parser("tests", help="run the tests for a GPU, and print a table")
     tests.add_argument("--select", choices=gpu_tests.SELECTIONS, default="gpu", help="which tests (default: gpu)")
-    sanitized = commands.add_parser("sanitize", help="the kernels under compute-sanitizer, as a table")
+    sanitized = commands.add_parser("sanitize", help="run the kernels under compute-sanitizer, and print a table")
     sanitized.add_argument(
         "--cases", nargs="+", choices=cases, default=list(cases), help="dtypes and sizes (default: all)"
     )
-    trained = commands.add_parser("train", help="a short pretraining run: tokens a second and MFU")
+    trained = commands.add_parser("train", help="a short pretraining run: tokens per second and MFU")
     for command in (tests, sanitized, trained):
-        command.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse (default: cuda)")
+        command.add_argument(
+            "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a test run (default: cuda)"
+        )
     for command in (tests, sanitized):
         command.add_argument(
             "--seconds",
             type=float,
             default=gpu.PART_SECONDS,
-            help=f"after which it stops, with what is done (default: {gpu.PART_SECONDS})",
+            help=f"time after which it stops and reports what is done (default: {gpu.PART_SECONDS})",
         )
     return parser
 
@@ -184,14 +190,14 @@ def add_sizes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="numbers of tokens n")
     command.add_argument("--dtype", choices=DTYPES, default="float32")
     command.add_argument(
-        "--tokens", type=int, help="as many rows a batch as make so many tokens, at least one (default: --batch_size)"
+        "--tokens", type=int, help="tokens per batch, which sets the number of rows (default: --batch_size rows)"
     )
     for field in SIZES:
         command.add_argument(f"--{field.name}", type=int, default=field.default, help=f"default: {field.default}")
 
 
 def settings(arguments: argparse.Namespace, **conditions: bool) -> Iterator[Setting]:
-    """One a length."""
+    """One setting for each length."""
     sizes = {field.name: getattr(arguments, field.name) for field in SIZES}
     for length in arguments.lengths:
         if arguments.tokens:
@@ -241,7 +247,7 @@ def now() -> str:
 
 
 def circumstances(arguments: argparse.Namespace) -> dict:
-    """What results depend on besides the code."""
+    """The conditions that results depend on, besides the code."""
     return {
         "created": now(),
         "machine": environment.machine(arguments.device),
@@ -286,7 +292,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
                 report=progress,
             )
             results["results"] += [{**row, "setting": describe_setting(setting)} for row in rows]
-            if arguments.output:  # after every length, so that an interrupted run keeps what it has
+            if arguments.output:  # after every length, so that an interrupted run keeps its results
                 write(results, arguments.output)
     print(report.table(results))
     if arguments.plot:
@@ -296,11 +302,11 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    """Prints the table; 1 if something does not fit."""
+    """Prints the table; returns 1 if something does not fit."""
     versions = environment.versions()
     commit = environment.commit()
     print(f"Triton {versions['triton']}, commit {commit['commit']}" + ", modified" * bool(commit["modified"]))
-    print("\nregisters a thread / KiB of shared memory / bytes a thread spills / barriers\n")
+    print("\nregisters per thread / KiB of shared memory / spilled bytes per thread / barriers\n")
     cases = [case for case in compiled_kernels.CASES if case.name in arguments.cases]
     rows = compiled_kernels.measure(arguments.capabilities, cases, arguments.options, progress)
     print(compiled_kernels.table(arguments.capabilities, rows))
@@ -312,7 +318,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
 
 def require_device(parser: argparse.ArgumentParser, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
-        parser.error("this is for a GPU, and PyTorch finds no CUDA device here; --device cpu rehearses it")
+        parser.error("this is for a GPU, and PyTorch finds no CUDA device here; --device cpu makes a test run")
 
 
 def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -371,7 +377,7 @@ def list_workloads() -> None:
 
 
 def show_capabilities(markdown: bool) -> int:
-    """Prints the table; 1 if ours lack something."""
+    """Prints the table; returns 1 if ours fail a check."""
     answers = capabilities.measure(capabilities.CONTENDERS, progress)
     print(capabilities.table(answers, markdown))
     return 1 if capabilities.failures(answers) else 0
@@ -395,7 +401,7 @@ def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
 
 
 def show_architectures() -> int:
-    """Prints the table as Markdown; 1 if one that runs is not as it should be."""
+    """Prints the table as Markdown; returns 1 if something is wrong with an architecture that runs."""
     versions, commit = environment.versions(), environment.describe_commit(environment.commit())
     print("    python -m benchmarks architectures\n")
     print(f"transformers {versions['transformers']}, torch {versions['torch']}; commit {commit}; {now()}\n")
@@ -405,7 +411,7 @@ def show_architectures() -> int:
 
 
 def on_a_gpu(arguments: argparse.Namespace) -> int:
-    """Runs what a GPU is needed for; 0 if nothing failed."""
+    """Runs the parts that need a GPU; returns 0 if nothing failed."""
     if arguments.command == "gpu":
         folder = Path(arguments.results or gpu.RESULTS[arguments.device])
         return 1 if gpu.run_parts(arguments.part, arguments.device, folder, arguments.seconds, print) else 0

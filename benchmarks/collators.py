@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast batches for pretraining are made: our rows and collator, and those of Transformers' example script."""
+"""The time to make batches for pretraining: by our rows and collator, and by those of Transformers' example script."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ REPEATS = 40
 
 
 def make_corpus(num_rows: int, length: int) -> tuple[Dataset, PreTrainedTokenizerBase]:
-    """A document of random words in sentences, long enough for so many rows, and a tokenizer that knows the words."""
+    """A document of random words in sentences, long enough for `num_rows` rows, and a tokenizer with these words."""
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), 7)) for _ in range(WORDS)]
     tokenizer = train_tokenizer([" ".join(words) + "."] * 2, WORDS + 100, length, show_progress=False)
@@ -38,7 +38,7 @@ def as_transformers(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dat
 
 
 def batch_makers(batch_size: int, length: int) -> dict[str, Callable[[], dict]]:
-    """By name, a function that reads a batch of rows and collates it."""
+    """Functions, by name, that read a batch of rows and collate it."""
     corpus, tokenizer = make_corpus(batch_size, length)
     ours = pretraining_dataset(corpus, tokenizer, length, short_seq_prob=0.0, load_from_cache_file=False)
     rows = list(range(batch_size))
@@ -54,7 +54,7 @@ def batch_makers(batch_size: int, length: int) -> dict[str, Callable[[], dict]]:
 
 
 def table(batch_size: int, length: int) -> str:
-    """Least times of a batch, taken in turn, and tokens a second of one core: what other processes disturb least."""
+    """The minimum time of a batch, which other processes disturb least, and tokens per second of one core."""
     samples = interleave(batch_makers(batch_size, length), repeats=REPEATS, max_seconds=60, device="cpu")
     least = {name: min(seconds for seconds in times if seconds) for name, times in samples.items()}
     lines = [f"{batch_size} rows of {length} tokens, read from a data set and collated in one process"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels compile to, for GPUs that need not be there: registers, shared memory, spills, barriers.
+"""The resources of the compiled Triton kernels, without a GPU: registers, shared memory, spills, barriers.
 
 Nothing runs: Triton and its ptxas compile for any GPU on any machine. The host code that launches the kernels runs on
 the CPU, so that each is compiled with the sizes and specialisations of a real forward and backward pass.
@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Bytes of shared memory that a thread block may have, by compute capability: A100; RTX 3090 and, with as much, 4090
-# (8.9); H100; B200; RTX 5090.
+# Bytes of shared memory that a thread block may have, by compute capability: A100; RTX 3090 (the same as RTX 4090,
+# 8.9); H100; B200; RTX 5090.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # Columns of tensor memory of a multiprocessor of capability 10.0.
 TENSOR_MEMORY = 512
-# Bytes that a thread may spill from its registers: twice the most that was seen with any size, dtype, option and
-# capability. Tiles that are too large spill 5,000 and more.
+# Bytes that a thread may spill from its registers: twice the maximum over all sizes, dtypes, options and capabilities.
+# Tiles that are too large spill 5,000 and more.
 STACK = 2048
 
 
 class Case(NamedTuple):
     """Sizes and options of an attention.
 
-    landmarks: M; 0: causal linear attention instead. features: of the latter. dim: head size D. taps: T of the
-    convolution, 0 for none.
+    landmarks: M; 0 for causal linear attention. features: F of causal linear attention. dim: head size D. taps: T of
+    the convolution, 0 for none.
     """
 
     dtype: str
@@ -45,7 +45,7 @@ class Case(NamedTuple):
         return f"{self.dtype}-{self.landmarks}x{self.dim}" + f"-{self.taps}taps" * (self.taps != 65)
 
     def attend(self, states: list[torch.Tensor], mask: torch.Tensor | None, weight: Any, dropout_p: float) -> Any:
-        """The attention of states (B, H, N, D) by the kernels, or a reason against that."""
+        """The attention of states (B, H, N, D) by the kernels, or the reason why they do not apply."""
         from nystrom_models import kernels
         from nystrom_models.kernels.linear import dispatch
 
@@ -62,7 +62,7 @@ class Case(NamedTuple):
         return states.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# Tokens; more than the most landmarks.
+# Number of tokens: more than the largest number of landmarks.
 LENGTH = 160
 
 # The size of published models, the smallest tiles, and the largest of every dtype.
@@ -84,11 +84,10 @@ OPTIONS = ("plain", "masked, dropout")
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes; all None where it does not compile.
+    """The resources of a compiled kernel; all None if it does not compile.
 
-    registers: of a thread. shared: bytes of shared memory of a block. tensor_memory: columns, 0 but for capability
-    10.0. stack: bytes of a thread, into which registers spill. barriers: in the PTX, each counted once, however often
-    a loop comes to it.
+    registers: per thread. shared: bytes of shared memory per block. tensor_memory: columns, 0 except for capability
+    10.0. stack: bytes per thread, to which registers spill. barriers: in the PTX, each counted once, even in a loop.
     """
 
     registers: int | None = None
@@ -99,7 +98,7 @@ class Resources(NamedTuple):
 
 
 class AbsentGPU:
-    """As much of a driver as compilation asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -110,14 +109,14 @@ class AbsentGPU:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # compiled kernels are remembered by it
+        return self.capability  # the key under which compiled kernels are cached
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def measure_resources(kernel: Any) -> Resources:
-    """Of a `CompiledKernel` of Triton."""
+    """The resources of a `CompiledKernel` of Triton."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -131,7 +130,8 @@ def measure_resources(kernel: Any) -> Resources:
 
 
 def compile_case(capability: int, case: Case, options: str) -> list[tuple[str, Resources]]:
-    """(kernel, its resources) of a forward and a backward pass; a kernel that is launched twice comes twice.
+    """The kernels of a forward and a backward pass, with their resources; a kernel that is launched twice occurs
+    twice.
 
     options: "plain", with neither mask nor dropout, or "masked, dropout", with both.
     """
@@ -142,7 +142,7 @@ def compile_case(capability: int, case: Case, options: str) -> list[tuple[str, R
     from nystrom_models.kernels.device import DEVICE_TYPES
 
     if triton.knobs.runtime.interpret:
-        raise RuntimeError("Kernels are compiled where TRITON_INTERPRET is not set: unset it.")
+        raise RuntimeError("With TRITON_INTERPRET, kernels are not compiled: unset it.")
     compiled: list[tuple[str, Resources]] = []
     run: Callable = JITFunction.run
 
@@ -177,9 +177,9 @@ Table = dict[tuple[str, str, str], dict[int, Resources]]
 
 
 def measure(capabilities: list[int], cases: list[Case], options: list[str], report: Callable[[str], None]) -> Table:
-    """Resources by (kernel, case, options) and capability, of those that kernels take the case on.
+    """Resources by (kernel, case, options) and capability, without capabilities on which the case is refused.
 
-    Of a kernel that is compiled in two ways for one case, the larger of each number.
+    For a kernel that is compiled in two ways for one case, the larger of each number.
     """
     rows: Table = {}
     for case in cases:
@@ -195,7 +195,7 @@ def measure(capabilities: list[int], cases: list[Case], options: list[str], repo
 
 
 def faults(rows: Table) -> list[str]:
-    """What does not compile or takes more than a GPU has or more than is sensible; empty if all is well."""
+    """The kernels that do not compile, need more than a GPU has, or spill too much; empty if there are none."""
     found = []
     for (kernel, case, options), row in rows.items():
         for capability, taken in row.items():
@@ -229,7 +229,7 @@ def larger(first: Resources, second: Resources) -> Resources:
 
 
 def describe(found: Resources | None) -> str:
-    """registers / KiB of shared memory / bytes of stack / barriers, and where there are columns of tensor memory."""
+    """registers / KiB of shared memory / bytes of stack / barriers, and columns of tensor memory if there are any."""
     if found is None:
         return ""
     if found.registers is None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal models: a generated token over the length of the context, prefill, and a training step.
 
-Ours, a linear transformer, beside a GPT-2 of the same size with exact attention (PyTorch's
-`scaled_dot_product_attention`) and its key-value cache: the one that `generate` makes by default, and a static one,
-which is as long as it has to be and is not copied when it grows. Both run the same loop: a call of the model for one
-token, the most likely token from its logits. Weights are random.
+Our linear transformer is compared with a GPT-2 of the same size with exact attention (PyTorch's
+`scaled_dot_product_attention`) and two key-value caches: the one that `generate` uses by default, and a static one,
+which has its full length from the start and is never copied. Both run the same loop: a call of the model for one
+token, then the most likely token from its logits. Weights are random.
 """
 
 import copy
@@ -21,7 +21,7 @@ from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
 from nystrom_models.models.attention_linear import elu_features, linear_attention
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 1000
-# Said in the tables.
+# Shown in the tables.
 SIZES = f": {LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}"
 OURS, GROWING, STATIC = "linear transformer", "GPT-2, its cache", "GPT-2, static cache"
 PREFILL_CHUNK = 8192
@@ -31,14 +31,14 @@ DEFAULT_LENGTHS = {
     "train": [1024, 4096, 16384, 65536],
     "projected": [512, 2048, 8192],
 }
-# Where exact attention would take minutes a sample.
+# Above this length, a sample of exact attention would take minutes.
 LONGEST_EXACT = {"decode": 32768, "prefill": 32768, "train": 16384, "projected": 0}
 PROJECTED_DIM = 256
 PROJECTED = f"projected_dim={PROJECTED_DIM}"
 
 
 class Place(NamedTuple):
-    """Where models are, and the dtype of their weights."""
+    """The device of models, and the dtype of their weights."""
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -92,21 +92,21 @@ def bytes_of(cache: object) -> int:
 
 @torch.no_grad()
 def check(device: str) -> None:
-    """Raises RuntimeError unless the recurrent model's steps give what it gives for the whole sequence."""
+    """Raises RuntimeError unless the steps of the recurrent model agree with its output for the whole sequence."""
     place = Place(device)
     model, ids = linear_transformer(place), random_tokens(80, place)
     whole = model(ids).logits[:, 64:]
     cache = model(ids[:, :64], use_cache=True).past_key_values
     steps = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(64, 80)], dim=1)
     if (steps - whole).abs().max() > 1e-5 * whole.abs().max():
-        raise RuntimeError("The steps of the recurrence differ from the whole sequence: no time would mean anything.")
+        raise RuntimeError("The steps of the recurrence differ from the whole sequence: times would mean nothing.")
 
 
 # ---- a generated token ----
 
 
 class Decoder:
-    """A model after a context. Calling it generates a token more; at most `room` of them."""
+    """A model after a context. Each call generates one more token."""
 
     def __init__(self, model: PreTrainedModel, cache: object):
         self.model, self.cache = model, cache
@@ -132,7 +132,7 @@ def recurrent_decoder(length: int, place: Place) -> Decoder:
 
 
 def exact_decoder(length: int, static: bool, room: int, place: Place) -> Decoder:
-    """With random keys and values in the cache: times do not depend on what they are."""
+    """A decoder with random keys and values in the cache: times do not depend on their values."""
     model = gpt2(length + room, place)
     cache = StaticCache(model.config, max_cache_len=length + room) if static else DynamicCache(config=model.config)
     shape = (1, HEADS, length, WIDTH // HEADS)
@@ -145,7 +145,7 @@ def exact_decoder(length: int, static: bool, room: int, place: Place) -> Decoder
 
 
 def decode(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
-    # Each sample is at most 50 calls, after one not timed, and two estimates.
+    # Each sample is at most 50 calls, after one that is not timed and two that estimate the time.
     room = 51 * repeats + 2
     decoders = {OURS: recurrent_decoder(length, place)}
     if length <= longest_exact:
@@ -193,15 +193,15 @@ def train(length: int, repeats: int, max_seconds: float, longest_exact: int, pla
     if length <= longest_exact:
         calls[GROWING] = caller(gpt2(length, place))
     samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device=place.device)
-    # Gradients are there from the first call on.
+    # Gradients exist from the first call on.
     return [row(name, length, samples, peak_bytes=peak_memory(call, place.device)) for name, call in calls.items()]
 
 
 def projected(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:
     """Linear attention in both directions from given features, and Linformer's projection of φ(K) and V before it.
 
-    With weights of both signs, as a Linformer's are, and as training may make ours, sums of features turn negative:
-    counted are the tokens and heads whose normaliser is not positive.
+    With weights of both signs, as in a Linformer, and as training may make ours, sums of features can become negative:
+    the tokens and heads whose normaliser is not positive are counted.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (1, length, HEADS, WIDTH // HEADS)

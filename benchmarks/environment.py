@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a result depends on besides the code under test: machine, versions, commit."""
+"""The conditions that a result depends on, besides the code under test: machine, versions, commit."""
 
 import importlib.metadata
 import os
@@ -35,7 +35,7 @@ def cpu_model() -> str:
 
 
 def allocator() -> str:
-    """What hands out a CPU's memory to all contenders: the C library, or what is loaded in its place, and settings."""
+    """The allocator of CPU memory for all contenders: that of the C library or a preloaded one, with its settings."""
     loaded = [os.path.basename(path) for path in re.split(r"[ :]+", os.environ.get("LD_PRELOAD", "")) if path]
     try:
         library = os.confstr("CS_GNU_LIBC_VERSION") or "the C library's"
@@ -53,7 +53,7 @@ _ALLOCATOR_SETTINGS = (
 
 
 def machine(device: str) -> dict:
-    """CPU, its cores that this process may use, memory and load; the GPU when `device` is "cuda"."""
+    """CPU, the cores that this process may use, memory and load; with device "cuda", also the GPU."""
     affinity = getattr(os, "sched_getaffinity", None)
     facts = {
         "cpu": cpu_model(),
@@ -78,7 +78,7 @@ def machine(device: str) -> dict:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that a process may still take."""
+    """Bytes that a process can still allocate."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     try:
@@ -90,8 +90,8 @@ def free_memory(device: str) -> int:
 
 
 def ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """What the machine reaches at best: bytes read and written in a second by a copy that no cache holds, and
-    additions and multiplications in a second by a product of large matrices of this dtype."""
+    """The best rates of the machine: bytes read and written per second by a copy that does not fit into a cache, and
+    additions and multiplications per second in a product of large matrices of this dtype."""
     numbers, side = (2**28, 8192) if device == "cuda" else (2**26, 2048)
     source = torch.ones(numbers, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -99,7 +99,7 @@ def ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
     product = torch.empty_like(matrix)
 
     def best(call: Callable[[], object]) -> float:
-        # For some time, in which the machine may be slow for a while.
+        # Measured for some time, because the machine may be slow for a while.
         found, stop = [], time.perf_counter() + 1.0
         while len(found) < 6 or time.perf_counter() < stop:
             found.append(seconds_a_call(call, 1, device))
@@ -112,7 +112,7 @@ def ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and the packages that take part; None where one is not installed."""
+    """Versions of Python and of the packages that are compared; None for those that are not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -135,5 +135,5 @@ def commit() -> dict:
 
 
 def describe_commit(source: dict) -> str:
-    """What `commit` returned, for a reader."""
+    """The result of `commit` as text."""
     return (source["commit"] or "unknown")[:12] + (" with changes" if source["modified"] else "")

@@ -23,13 +23,13 @@ def merge_heads(states: Tensor) -> Tensor:
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention as in its formula, with the N×N matrix stored."""
+    """Attention by its formula, which stores the N×N matrix."""
     scores = torch.matmul(query, key.transpose(-1, -2)) * query.shape[-1] ** -0.5
     return torch.matmul(scores.softmax(dim=-1), value)
 
 
 def softmax_attention_chunked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`softmax_attention`, a few rows at a time and recomputed in the backward pass: the reference for any length."""
+    """`softmax_attention` in chunks of rows, recomputed in the backward pass: the reference for any length."""
     chunks = [
         checkpoint(softmax_attention, chunk, key, value, use_reentrant=False)
         for chunk in query.split(QUERY_CHUNK, dim=-2)
@@ -38,7 +38,7 @@ def softmax_attention_chunked(query: Tensor, key: Tensor, value: Tensor) -> Tens
 
 
 def on_backend(backend: SDPBackend | None):
-    """`scaled_dot_product_attention` on one back end; None: PyTorch's own choice."""
+    """`scaled_dot_product_attention` with a back end; None for PyTorch's own choice."""
     if backend is None:
         return F.scaled_dot_product_attention
 
@@ -54,12 +54,12 @@ def cuda_only(setting) -> str | None:
 
 
 def needs_scores(setting) -> str | None:
-    """The scores and their softmax are stored; a process that asks for more memory than there is gets killed."""
+    """Refuses if the scores and their softmax do not fit into memory, because the process would be killed."""
     matrix = setting.batch_size * setting.num_heads * setting.length**2 * setting.dtype.itemsize
     free = free_memory(setting.device)
     if 2 * matrix < 0.9 * free:
         return None
-    return f"would store {2 * matrix / 2**30:.1f} GiB of scores where {free / 2**30:.1f} GiB are free"
+    return f"would store {2 * matrix / 2**30:.1f} GiB of scores, but {free / 2**30:.1f} GiB are free"
 
 
 AGAINST_EXACT = "against exact attention, which is what it computes"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a GPU is needed for, in parts of at most ten minutes: `python -m benchmarks gpu`, or `make gpu`.
+"""All measurements that need a GPU, in parts of at most ten minutes: `python -m benchmarks gpu`, or `make gpu`.
 
 A part is a command of this package in a process of its own, so that neither a crash nor a lack of memory ends the
-others. What it prints is kept in a file that says date, GPU, driver, versions and commit. With `--device cpu` the same
-commands run with sizes that a CPU manages, kernels in Triton's interpreter: a rehearsal, whose times mean nothing.
+others. Its output is kept in a file with date, GPU, driver, versions and commit. With `--device cpu` the same commands
+run with small sizes and with kernels in Triton's interpreter: a test run, whose times mean nothing.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ QUICK = "--repeats 1 --max_seconds 0.1 --no_memory"
 class Part(NamedTuple):
     """One part.
 
-    about: what it shows. command: of `python -m benchmarks`, on a GPU. small: of the rehearsal on a CPU.
-    keeps_json: the command takes `--output`, for figures as JSON.
+    about: what it shows. command: the arguments of `python -m benchmarks` on a GPU. small: those of the test run on a
+    CPU. keeps_json: whether the command takes `--output`, for figures as JSON.
     """
 
     about: str
@@ -64,7 +64,7 @@ PARTS = {
         "sanitize --device cpu --cases float16-16x16-5taps",
     ),
     "kernels": Part(
-        "each kernel's time, and how near to the memory's limit it comes",
+        "the time of each kernel, and its share of the memory bandwidth",
         "kernels --lengths 512 8192 32768 --tokens 524288",
         f"kernels --device cpu --dtype float32 --lengths 20 {SMALL_OPERATION}",
     ),
@@ -120,7 +120,7 @@ PARTS = {
 
 
 def describe_gpu() -> list[str]:
-    """Name, driver, clock and power limit of each GPU, in the words of nvidia-smi; empty where there is none."""
+    """Name, driver, clock and power limit of each GPU, as printed by nvidia-smi; empty if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -137,16 +137,17 @@ def slug(device: str) -> str:
 
 
 def new_file(folder: Path, stem: str) -> Path:
-    """folder/stem.md, or with a number behind it if that exists: nothing that was kept is written over."""
+    """folder/stem.md, or with a number appended if that exists, so that no result is overwritten."""
     folder.mkdir(parents=True, exist_ok=True)
     names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, sys.maxsize))
     return next(path for path in (folder / f"{name}.md" for name in names) if not path.exists())
 
 
 def run_command(command: list[str], env: dict[str, str], seconds: float) -> Iterator[tuple[str | None, int | None]]:
-    """(line, None) for each line that is printed, and last (None, status); None as a status: stopped after so long.
+    """(line, None) for each line that is printed, and last (None, status); the status is None if it was stopped after
+    `seconds`.
 
-    Progress, on the standard error stream, goes where ours does.
+    Progress, on the standard error stream, goes to that of this process.
     """
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
@@ -176,7 +177,7 @@ def run_command(command: list[str], env: dict[str, str], seconds: float) -> Iter
 def run_part(
     name: str, device: str, folder: Path, seconds: float, say: Callable[[str], None]
 ) -> tuple[Path, int | None]:
-    """Runs a part and keeps what it prints; the file, and the exit status (None: it took too long)."""
+    """Runs a part and keeps its output; returns the file and the exit status (None if it took too long)."""
     part = PARTS[name]
     words = (part.command if device == "cuda" else part.small).split()
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -216,7 +217,7 @@ def run_part(
 
 
 def run_parts(names: list[str], device: str, folder: Path, seconds: float, say: Callable[[str], None]) -> int:
-    """Runs parts and prints what became of them and how the targets stand; the number of parts that failed."""
+    """Runs parts, prints their outcomes and the state of the targets, and returns the number of parts that failed."""
     lines = [["part", "outcome", "s", "file"], ["---", "---", "---:", "---"]]
     failed = 0
     for name in names:
@@ -233,8 +234,8 @@ def run_parts(names: list[str], device: str, folder: Path, seconds: float, say: 
 
 
 class Target(NamedTuple):
-    """about: what is to hold. part: whose figures tell. measure: of its rows, (what was measured, whether it holds)
-    or None where they do not tell."""
+    """about: the target. part: the part whose figures decide. measure: from the part's rows, (the measured figures,
+    whether the target is met), or None if the rows do not decide."""
 
     about: str
     part: str
@@ -253,7 +254,7 @@ def lengths_of(rows: list[dict]) -> list[int]:
 
 
 def over_floor(least: int, most: float) -> Callable[[list[dict]], tuple[str, bool] | None]:
-    """Ours takes at most `most` times as long as the machine must, from `least` tokens on."""
+    """The target that ours takes at most `most` times the machine's minimum, from `least` tokens on."""
 
     def measure(rows: list[dict]) -> tuple[str, bool] | None:
         found = {
@@ -269,7 +270,7 @@ def over_floor(least: int, most: float) -> Callable[[list[dict]], tuple[str, boo
 
 
 def against_exact(wanted: dict[int, float]) -> Callable[[list[dict]], tuple[str, bool] | None]:
-    """Ours is so many times as fast as the fastest exact attention, by length."""
+    """The target that ours is `wanted[length]` times as fast as the fastest exact attention at each length."""
 
     def measure(rows: list[dict]) -> tuple[str, bool] | None:
         found = {}
@@ -289,7 +290,7 @@ def rate(row: dict) -> float:
 
 
 def steady_rate(rows: list[dict]) -> tuple[str, bool] | None:
-    """Tokens a second of our encoder at every length, over those at 1,024."""
+    """The tokens per second of our encoder at every length, relative to those at 1,024."""
     rates = {row["setting"]["length"]: rate(row) for row in rows if row["baseline"] and row["milliseconds"]}
     first = rates.get(1024)
     if first is None or len(rates) < 2:
@@ -332,7 +333,7 @@ def newest_rows(folder: Path, gpu: str, part: str) -> list[dict[str, Any]]:
 
 
 def targets_table(folder: Path, gpu: str) -> str:
-    """What the project set itself, beside what the newest results on a GPU say."""
+    """The targets of the project, with the newest results on a GPU."""
     lines = ["| target | measured | |", "| --- | --- | --- |"]
     for target in TARGETS:
         rows = newest_rows(folder, gpu, target.part)

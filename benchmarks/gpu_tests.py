@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests that need a GPU, and those of the kernels, which there run compiled, as a table."""
+"""Runs the tests that need a GPU, and those of the kernels, which run compiled on a GPU; prints a table."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 COLUMNS = ("passed", "failed", "skipped")
 
 
-# What pytest is given: the tests that need a GPU, and those of the kernels that run without one in the interpreter.
+# Arguments of pytest: the tests that need a GPU, and those of the kernels that run in the interpreter without one.
 SELECTIONS = {
     "gpu": ["tests", "-m", "gpu"],
     "kernels": ["tests/kernels", "-m", "not gpu and not slow"],
@@ -21,15 +21,15 @@ SELECTIONS = {
 
 
 def pytest_arguments(selection: str, device: str) -> list[str]:
-    """On a CPU, for a rehearsal, one file: what needs a GPU is skipped there, and the others are tests everywhere."""
+    """On a CPU, for a test run, only one file: tests that need a GPU are skipped; `make test` runs the others."""
     if device == "cpu":
         return ["tests/kernels/test_gpu.py", "-m", "gpu"]
-    # Compilation, on the CPU, takes longest; more workers than this would fill a GPU's memory.
+    # Compilation, on the CPU, takes the longest; more workers would fill a GPU's memory.
     return [*SELECTIONS[selection], "-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
 
 
 def run(selection: str, device: str, seconds: float) -> tuple[str, int]:
-    """The table, and pytest's exit status; unfinished tests after so many seconds are a failure."""
+    """The table, and pytest's exit status; tests that are unfinished after `seconds` are a failure."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *pytest_arguments(selection, device)]
@@ -37,7 +37,7 @@ def run(selection: str, device: str, seconds: float) -> tuple[str, int]:
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            # As by Ctrl-C: what is done is still reported.
+            # Like Ctrl-C: finished tests are still reported.
             os.killpg(process.pid, signal.SIGINT)
             try:
                 process.wait(20)

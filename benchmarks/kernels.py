@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels one by one: how long each takes on the device, how close that is to the memory's limit, what
-masked rows and dropout cost, and whether another way to launch it is faster."""
+"""Times each Triton kernel on the device: its share of the memory bandwidth, the cost of masked rows and dropout, and
+whether another way to launch it is faster."""
 
 import contextlib
 import itertools
@@ -19,8 +19,8 @@ DROPOUT = 0.1
 
 
 class Kernel(NamedTuple):
-    """call: one launch, or the launches that belong together. sequences: how many tensors (B, N, H·D) it must read or
-    write, each once. plan: of a stage that goes through the tokens, its effective launch."""
+    """call: one launch, or launches that belong together. sequences: the number of tensors (B, N, H·D) that it must
+    read or write once. plan: for a stage that goes through the tokens, the launch in use."""
 
     call: Callable[[], Any]
     sequences: int
@@ -30,9 +30,9 @@ class Kernel(NamedTuple):
 def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
     """Every kernel of a forward and a backward pass, and the two passes, on the inputs of `nystrom-conv`.
 
-    ragged: of rows of n / 2 to n tokens, with attention dropout.
+    ragged: with rows of n / 2 to n tokens, and with attention dropout.
     """
-    # Triton is only where its kernels are.
+    # Triton may not be installed where no kernels run.
     from nystrom_models.kernels.nystrom import (
         attention,
         convolution,
@@ -51,8 +51,7 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
     taps, count, steps = inputs["conv_weight"], setting.num_landmarks, 6
     rows, seed, dropout_p = None, None, 0.0
     if ragged:
-        lengths = torch.linspace(setting.length / 2, setting.length, setting.batch_size, device=setting.device)
-        mask = torch.arange(setting.length, device=setting.device) < lengths[:, None]
+        mask = row_mask(setting)
         rows, dropout_p = Rows.of(mask, landmark_segments(mask, count)), DROPOUT
         seed = torch.tensor([setting.seed], device=setting.device)
     forward = (query, key, value, taps, seed, list(rows or ()), count, steps, dropout_p)
@@ -121,10 +120,42 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
     }
 
 
-def seconds(call: Callable[[], Any], device: str) -> float:
-    """Median time of a call on the device, without the host's: of the replays of a CUDA graph of many calls.
+def prepare_linear(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
+    """The launches of a forward and of a backward pass of causal linear attention, with as many features of a head as
+    channels; none for sizes that do not fit.
 
-    On a CPU, in Triton's interpreter, it is a rehearsal: one call.
+    ragged: of rows of n / 2 to n tokens.
+    """
+    from nystrom_models.kernels.linear import dispatch
+    from nystrom_models.kernels.linear.causal import causal_backward, causal_forward
+    from nystrom_models.models.attention_linear import elu_features
+
+    inputs = prepare_inputs(WORKLOADS["nystrom-conv"], setting)
+    query, key, value = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
+    query, key = elu_features(query), elu_features(key)
+    mask = row_mask(setting) if ragged else None
+    # The interpreter is told of no GPU, which is a reason of its own.
+    if setting.device == "cuda" and dispatch.why_not(query, key, value, mask) is not None:
+        return {}
+    q, k, v = (states.transpose(1, 2).contiguous() for states in (query, key, value))
+    out, states = causal_forward(q, k, v, mask)
+    do = gradient_like(out, setting.seed)
+    return {
+        "causal_linear_fwd": Kernel(lambda: causal_forward(q, k, v, mask), 4),
+        "causal_linear_bwd": Kernel(lambda: causal_backward(q, k, v, mask, states, do, None), 7),
+    }
+
+
+def row_mask(setting: Setting) -> Tensor:
+    """(B, N) bool: rows of n / 2 to n tokens."""
+    lengths = torch.linspace(setting.length / 2, setting.length, setting.batch_size, device=setting.device)
+    return torch.arange(setting.length, device=setting.device) < lengths[:, None]
+
+
+def seconds(call: Callable[[], Any], device: str) -> float:
+    """The median time of a call on the device, without the host's time: from replays of a CUDA graph of many calls.
+
+    On a CPU, in Triton's interpreter, one call is timed, as a test run.
     """
     if device == "cuda":
         from triton.testing import do_bench_cudagraph
@@ -152,8 +183,8 @@ def launched(stage: str, place: int, launch: Any) -> Iterator[None]:
 
 
 def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str, float]:
-    """Seconds a call by effective launch, of those that fit: first by block, warps and stages, then by parts of the
-    best. One whose first result differs from that of the launch in use is left out."""
+    """Seconds per call for each launch that fits: first block, warps and stages are varied, then the parts of the
+    best. A launch whose first result differs from that of the launch in use is left out."""
     from nystrom_models.kernels.nystrom.launches import LAUNCHES, Launch
 
     current = LAUNCHES[stage][place]
@@ -167,7 +198,7 @@ def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str,
     expected = result()
 
     def measure(launch: Any) -> None:
-        with launched(stage, place, launch), contextlib.suppress(Exception):  # more than fits, in words of its own
+        with launched(stage, place, launch), contextlib.suppress(Exception):  # it does not fit; the errors differ
             name = describe_plan(kernel.plan())
             if name not in found and deviation(result(), expected) <= GRADIENT_FACTOR * TOLERANCES[setting.dtype]:
                 found[name] = fastest[launch] = seconds(kernel.call, setting.device)
@@ -189,9 +220,10 @@ def table(
     report: Callable[[str], None],
     names: list[str] | None = None,
 ) -> Iterator[str]:
-    """The lines of a Markdown table of the kernels in one setting, each as soon as it is measured.
+    """The lines of a Markdown table of the kernels in one setting, each as soon as it is measured. Ragged rows have
+    dropout in Nyström attention; linear attention has none.
 
-    with_sweep: also the fastest way found to launch each. names: of kernels; None for all.
+    with_sweep: adds the fastest launch that was found for each. names: the kernels to time; None for all.
     """
     from nystrom_models.kernels.nystrom.launches import LAUNCHES, launch_place
 
@@ -199,8 +231,8 @@ def table(
     heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, parts"]
     yield f"| {' | '.join(heading + ['fastest found', 'us'] * with_sweep + ['us ragged, dropout'])} |"
     yield "| --- | ---: | ---: | ---: | ---: | --- |" + " --- | ---: |" * with_sweep + " ---: |"
-    ragged = prepare(setting, ragged=True)
-    for name, kernel in prepare(setting).items():
+    ragged = prepare(setting, ragged=True) | prepare_linear(setting, ragged=True)
+    for name, kernel in (prepare(setting) | prepare_linear(setting)).items():
         if names is not None and name not in names:
             continue
         report(f"kernels n={setting.length}: {name}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linformer self-attention from hidden states (B, N, C).
 
-Key and value layers are always timed, for implementations differ in where a projection along the tokens meets them.
-Query and output layers, the same for all, are timed in `linformer` and `linformer-shared`; in `linformer-inner` the
-queries are given, and the merged context is the result. No contender has biases on query, key and value: the packages
-have none to switch on.
+Key and value layers are always timed, because implementations project along the tokens before or after them. Query and
+output layers, the same for all, are timed in `linformer` and `linformer-shared`; in `linformer-inner` the queries are
+given, and the merged context is the result. No contender has biases on query, key and value, because the packages do
+not support them.
 """
 
 import math
@@ -48,12 +48,12 @@ def draw_inputs_inner(setting: Setting, generator: torch.Generator) -> Inputs:
 
 
 def project_query(inputs: Inputs) -> Tensor:
-    """Queries (B, N, H·D): given, or made from the hidden states."""
+    """Queries (B, N, H·D): given, or computed from the hidden states."""
     return inputs["query"] if "query" in inputs else F.linear(inputs["hidden_states"], inputs["query_weight"])
 
 
 def project_output(context: Tensor, inputs: Inputs) -> Tensor:
-    """The output layer, where the workload has one, on the context of the heads (B, H, N, D)."""
+    """The output layer, if the workload has one, applied to the context of the heads (B, H, N, D)."""
     context = merge_heads(context)
     if "output_weight" not in inputs:
         return context
@@ -61,7 +61,7 @@ def project_output(context: Tensor, inputs: Inputs) -> Tensor:
 
 
 def attend(setting: Setting, inputs: Inputs) -> Tensor:
-    """As our models do: projected along the tokens first, then by the key and value layers."""
+    """As in our models: projected along the tokens first, then by the key and value layers."""
     query = split_heads(project_query(inputs), setting.num_heads)
     slots = {
         name: project(inputs["hidden_states"], inputs[name], "linear", None, None)
@@ -75,7 +75,7 @@ def attend(setting: Setting, inputs: Inputs) -> Tensor:
 
 
 def reference(setting: Setting, inputs: Inputs) -> Tensor:
-    """As in the paper: by the key and value layers first."""
+    """As in the paper: projected by the key and value layers first."""
     key_projection = inputs["key_projection"]
     context = linformer_attention_reference(
         *project_tokens(setting, inputs),
@@ -100,7 +100,8 @@ def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
 
 
 def floor(setting: Setting, inputs: Inputs) -> tuple[int, int] | None:
-    """Forward: input and projections read once, output written once; the products, with E and F applied before W."""
+    """The minimum of a forward pass: input and projections read once, output written once; the products, with E and F
+    applied before W."""
     if setting.backward:
         return None
     width, projected = setting.hidden_size, setting.projected_dim

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every contender against its reference, then times those that passed, in turn."""
+"""Checks every contender against its reference, then times those that passed, alternating between them."""
 
 import math
 import os
@@ -24,27 +24,27 @@ from benchmarks.runners import (
     seconds_a_call,
 )
 from benchmarks.runners import (
-    gradient_like as gradient_like,  # for those who write a measurement of their own
+    gradient_like as gradient_like,  # for other measurements
 )
 
 # Largest deviation from the float64 result on the same (rounded) inputs, relative to the largest element.
-# Several roundings follow each other (softmax, pseudo-inverse, two products), each of about the dtype's epsilon.
+# There are several roundings (softmax, pseudo-inverse, two products), each of about the dtype's epsilon.
 TOLERANCES = {
     torch.float64: 1e-10,
     torch.float32: 2e-5,
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
-# A gradient passes twice as many operations as the output.
+# A gradient is the result of twice as many operations as the output.
 GRADIENT_FACTOR = 4
 
 PLAINLY = "against the workload's reference in float64"
 
-# A sample repeats a call until it lasts about this long: single short calls would measure the dispatcher's jitter.
+# A sample repeats a call until it takes about this long: single short calls would measure the dispatcher's jitter.
 SAMPLE_SECONDS = 0.02
 MAX_CALLS_A_SAMPLE = 50
 MIN_SAMPLES = 3
-# Calls shorter than this run once, not timed, before each sample.
+# Calls shorter than this are run once without timing before each sample.
 WARMED_SECONDS = 1.0
 
 
@@ -64,7 +64,7 @@ def deviation(result: Tensor, reference: Tensor) -> float:
 
 
 class References:
-    """References of one setting in float64, each computed once, however many contenders share it."""
+    """References of one setting in float64, each computed only once for all contenders that share it."""
 
     def __init__(self, setting: Setting, inputs: Inputs):
         self.setting, self.inputs = setting, in_float64(inputs)
@@ -83,7 +83,7 @@ def check(workload: Workload, contender: Contender, runner: AnyRunner, reference
 
     Returns:
         A dict of `passed`, `judged` (in words), `deviations` and `tolerances` (by name of the compared tensor) and
-        `timed_deviation`, the deviation of what is timed where something else had to be compared, else None.
+        `timed_deviation`, the deviation of the timed function if another one had to be compared, else None.
     """
     setting = references.setting
     timed = runner.outputs()
@@ -100,7 +100,7 @@ def check(workload: Workload, contender: Contender, runner: AnyRunner, reference
         timed_deviation = deviation(timed["output"], expected["output"])
     names = [name for name in compared if name in expected]
     deviations = {name: deviation(compared[name], expected[name]) for name in names}
-    # Each layer of a model adds its roundings, and magnifies those before it.
+    # Each layer of a model adds rounding errors, and amplifies those of the layers before it.
     tolerance = TOLERANCES[setting.dtype] * (setting.num_layers if workload.kind == "model" else 1)
     tolerances = {name: tolerance * (1 if name == "output" else GRADIENT_FACTOR) for name in names}
     return {
@@ -116,7 +116,7 @@ def check(workload: Workload, contender: Contender, runner: AnyRunner, reference
 def interleave(
     calls: dict[str, Callable[[], object]], *, repeats: int, max_seconds: float, device: str, seed: int = 0
 ) -> dict[str, list[float | None]]:
-    """Seconds a call of functions of this process, as [`take_turns`] takes them."""
+    """Seconds per call of functions of this process, measured by [`take_turns`]."""
     timers = {name: partial(seconds_a_call, call, device=device) for name, call in calls.items()}
     return take_turns(timers, repeats=repeats, max_seconds=max_seconds, seed=seed)
 
@@ -124,14 +124,14 @@ def interleave(
 def take_turns(
     timers: dict[str, Callable[[int], float]], *, repeats: int, max_seconds: float, seed: int = 0
 ) -> dict[str, list[float | None]]:
-    """Seconds a call of every contender, round after round, so that a drift of the machine hits all alike.
+    """Seconds per call of every contender, measured in rounds, so that a drift of the machine affects all alike.
 
-    A timer makes so many calls, and returns the mean of their times. The order changes from round to round. A
-    contender whose samples have taken `max_seconds` sits out the later rounds (None there), but not before it has 3
+    A timer makes the given number of calls, and returns their mean time. The order changes from round to round. A
+    contender whose samples have taken `max_seconds` skips the later rounds (None there), but not before it has 3
     samples.
 
     Returns:
-        For each name a list with one entry a round.
+        For each name a list with one entry per round.
     """
     estimates = {}
     for name, timer in timers.items():
@@ -152,7 +152,7 @@ def take_turns(
                 samples[name].append(None)
                 continue
             if estimates[name] < WARMED_SECONDS:
-                timers[name](1)  # what ran before has emptied the caches and given memory back to the system
+                timers[name](1)  # the previous contender has replaced the caches and returned memory to the system
             seconds = timers[name](sizes[name])
             samples[name].append(seconds)
             spent[name] += seconds * sizes[name]
@@ -160,7 +160,7 @@ def take_turns(
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, quartiles, least, most and number of the values."""
+    """Median, quartiles, minimum, maximum and number of the values."""
     ordered = sorted(values)
     quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else [ordered[0]] * 3
     return {
@@ -174,8 +174,8 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def cpu_seconds_of_others(runners: Iterable[AnyRunner]) -> float | None:
-    """CPU time that all processes but this one and the contenders' have used so far, all cores together; None where
-    Linux does not tell."""
+    """CPU time that all processes except this one and the contenders' have used so far, over all cores; None if the
+    system does not provide it."""
     try:
         with open("/proc/stat", encoding="utf-8") as file:
             user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
@@ -202,21 +202,21 @@ def measure(
     Args:
         contenders: names; all of the workload by default. The baseline is always among them.
         repeats: rounds of timing.
-        max_seconds: time after which a slow contender sits out further rounds.
+        max_seconds: time after which a slow contender skips further rounds.
         memory: also measure peak memory.
-        ceilings: `environment.ceilings`, to tell how long the workload takes at least on this machine.
-        apart: each contender runs in a process of its own, so that none waits for memory as another left it; the
+        ceilings: `environment.ceilings`, for the minimum time of the workload on this machine.
+        apart: each contender runs in a process of its own, so that memory left by one does not slow another down; the
             workload must be a registered one.
         report: called with a line of progress.
 
     Returns:
-        One result a contender. `status` is "ok", "wrong" (its output is not its reference's: timed not at all),
-        "unavailable" or "error", the last three with a `reason`. `speedup`, how many times as fast as this contender
-        the baseline is (spread of the ratios of times from the same round), exists only where both are "ok".
-        `tokens` is their number in a call, without padding, where the workload counts them.
-        `floor_milliseconds`, of ours where the workload knows it, is the time in which the machine could move the
-        bytes or do the operations that cannot be avoided, whichever takes longer.
-        `others_cpu` is the CPU time that other processes took during the timing, per second: 0 on a quiet machine.
+        One result for each contender. `status` is "ok", "wrong" (its output differs from its reference: it is not
+        timed), "unavailable" or "error", the last three with a `reason`. `speedup`, the contender's time relative to
+        the baseline's (spread of the ratios of times from the same round), exists only if both are "ok". `tokens` is
+        the number of tokens in a call, without padding, if the workload counts them. `floor_milliseconds`, for ours if
+        the workload knows it, is the time that the machine needs to move the necessary bytes or to do the necessary
+        operations, whichever is longer. `others_cpu` is the CPU time that other processes used during the timing, per
+        second: 0 on a quiet machine.
     """
     names = list(workload.contenders) if contenders is None else list(dict.fromkeys([workload.baseline, *contenders]))
     inputs = prepare_inputs(workload, setting)
@@ -257,7 +257,7 @@ def measure(
 
 
 def empty_result(workload: Workload, contender: Contender, tokens: int | None, floor: float | None) -> dict:
-    """What is known of a contender before it runs."""
+    """The result of a contender before it runs."""
     return {
         "workload": workload.name,
         "contender": contender.name,
@@ -278,7 +278,7 @@ def empty_result(workload: Workload, contender: Contender, tokens: int | None, f
 def prepare(
     workload: Workload, contender: Contender, references: References, result: dict, memory: bool, apart: bool
 ) -> AnyRunner | None:
-    """Builds and checks a contender, and writes what came of it into `result`; None where it is not to be timed."""
+    """Builds and checks a contender, and writes the outcome to `result`; returns None if it is not to be timed."""
     why = contender.unavailable(references.setting)
     if why is not None:
         result.update(status="unavailable", reason=why)
@@ -295,7 +295,7 @@ def prepare(
     except Exception as error:
         if contender.ours:
             raise
-        # An opponent that cannot run must not end the others' measurement.
+        # A contender that cannot run must not end the measurement of the others.
         result.update(status="error", reason=reason(error))
     if runner is not None:
         runner.close()

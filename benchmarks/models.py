@@ -3,10 +3,10 @@
 
 In `encoder` all tokens are valid. In `encoder-variable` the rows of a batch have different lengths and are padded on
 the right to N: the setting "variable" of the comparison in Warner et al. 2024 (ModernBERT, arXiv:2412.13663), where
-lengths are normally distributed about half the maximum.
+lengths are normally distributed around half the maximum.
 
-All are base size: 12 layers, 768 wide, or, with `--num_layers`, as many layers for all; ModernBERT has 22 where the
-others have 12, as its base model does. Each model has the vocabulary of the first and no pooler.
+All are base size: 12 layers (22 for ModernBERT, as in its base model), or `--num_layers` for all; 768 wide. All have
+the same vocabulary and no pooler.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ VOCABULARY = 30000
 
 
 def draw_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
-    # The first ids are special tokens: one of them is padding, from which some models derive position ids.
+    # Without the first ids, which are special tokens: from the padding id, some models derive position ids.
     return {"input_ids": torch.randint(10, VOCABULARY, (setting.batch_size, setting.length), generator=generator)}
 
 
@@ -40,7 +40,8 @@ def count_tokens(inputs: Inputs) -> int:
 
 
 def floor(setting: Setting, inputs: Inputs) -> tuple[int, int] | None:
-    """Forward: the linear layers' weights read once; the products of a Nyströmformer for tokens without padding."""
+    """The minimum of a forward pass: the linear layers' weights read once; the products of a Nyströmformer for tokens
+    without padding."""
     if setting.backward:
         return None
     width, tokens = setting.hidden_size, count_tokens(inputs)
@@ -58,13 +59,13 @@ def sizes(setting: Setting) -> dict:
         "num_attention_heads": setting.num_heads,
         "intermediate_size": 4 * setting.hidden_size,
         "max_position_embeddings": setting.length,
-        # Wide enough that attention is far from uniform, so that a wrong one shows in the output.
+        # Large enough that attention is far from uniform, so that wrong attention changes the output.
         "initializer_range": 0.05,
     }
 
 
 def seeded(setting: Setting, build: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
-    """A model in evaluation mode whose weights depend on the seed alone, rounded to the setting's dtype."""
+    """A model in evaluation mode whose weights depend only on the seed, rounded to the setting's dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setting.seed)
         model = build()
@@ -78,7 +79,8 @@ def nystromformer(setting: Setting, attention: str | None = None, **options) -> 
 
 
 def linformer(setting: Setting, attention: str | None = None) -> nn.Module:
-    # Its slots are sums of all tokens: with wider weights it magnifies roundings a hundredfold in twelve layers.
+    # Its slots are sums of all tokens: with larger weights it amplifies rounding errors a hundredfold in twelve
+    # layers.
     fields = sizes(setting) | {"initializer_range": 0.02, "projected_dim": setting.projected_dim}
     return LinformerModel(LinformerConfig(**fields, attn_implementation=attention), add_pooling_layer=False)
 
@@ -99,7 +101,7 @@ def builtin_nystromformer(setting: Setting) -> nn.Module:
 
 
 def builtin_as_shipped(setting: Setting) -> nn.Module:
-    """Transformers' Nyströmformer with its own landmarks and segments, whose numbers are equal: it attends exactly."""
+    """Transformers' Nyströmformer with its defaults: num_landmarks equals segment_means_seq_len, so it is exact."""
     modeling = builtin_modeling()
     config = modeling.NystromformerConfig(**sizes(setting), conv_kernel_size=setting.conv_kernel_size)
     return modeling.NystromformerModel(config)
@@ -128,7 +130,7 @@ def modernbert(setting: Setting) -> nn.Module:
 def longformer(setting: Setting) -> nn.Module:
     from transformers import LongformerConfig, LongformerModel
 
-    # Its position ids start behind the padding id.
+    # Its position ids start after the padding id.
     fields = sizes(setting) | {"max_position_embeddings": setting.length + 2}
     return LongformerModel(LongformerConfig(**fields, attention_window=512), add_pooling_layer=False)
 
@@ -150,7 +152,7 @@ def prepare(setting: Setting, inputs: Inputs, build: Callable[[Setting], nn.Modu
 
 
 def in_float64(build: Callable[..., nn.Module]) -> Callable[[Setting, Inputs], Tensor]:
-    """The same weights through the readable attention, in float64."""
+    """The same weights with the reference attention, in float64."""
 
     def reference(setting: Setting, inputs: Inputs) -> Tensor:
         return hidden_states(seeded(setting, lambda: build(setting, "eager"), torch.float64), inputs)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nyström attention from projected queries, keys and values (B, N, H·D) to the merged context (B, N, H·D).
 
-That is the layout on both sides of the linear layers in every encoder, so splitting and merging heads counts for all.
+This is the layout next to the linear layers in every encoder, so the splitting and merging of heads is timed for all.
 Query, key, value and output projections are the same for all contenders and are not timed.
 """
 
@@ -32,9 +32,9 @@ def draw_inputs(setting: Setting, generator: torch.Generator) -> Inputs:
 
 
 def smooth_noise(setting: Setting, generator: torch.Generator) -> Tensor:
-    """Random states (B, N, H·D) of about unit variance in which neighbouring tokens resemble each other, as in text.
+    """Random states (B, N, H·D) of about unit variance in which neighbouring tokens are similar, as in text.
 
-    Of independent tokens all segment means would be near zero, and attention uniform whatever the pseudo-inverse.
+    With independent tokens all segment means would be near zero, and attention uniform with any pseudo-inverse.
     """
     batch, length, width = setting.batch_size, setting.length, setting.hidden_size
     knots = torch.randn(batch, width, max(1, length // 32), generator=generator)
@@ -48,12 +48,12 @@ def draw_inputs_with_kernel(setting: Setting, generator: torch.Generator) -> Inp
 
 def draw_convolution(setting: Setting, generator: torch.Generator) -> Tensor:
     size = setting.conv_kernel_size
-    # spread of nn.Conv2d's default initialisation
+    # the range of nn.Conv2d's default initialisation
     return torch.randn(setting.num_heads, 1, size, 1, generator=generator) / math.sqrt(3 * size)
 
 
 def attend(function, setting: Setting, inputs: Inputs) -> Tensor:
-    """By a function that takes the convolution's weight, too."""
+    """Attention by a function that also takes the convolution's weight."""
     query, key, value = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
     context = function(query, key, value, num_landmarks=setting.num_landmarks, conv_weight=inputs.get("conv_weight"))
     return merge_heads(context)
@@ -65,7 +65,7 @@ def with_convolution(function, value: Tensor, conv_weight: Tensor | None, *argum
 
 
 def in_pytorch(query: Tensor, key: Tensor, value: Tensor, conv_weight: Tensor | None = None, **options) -> Tensor:
-    """Nyström attention of PyTorch's operations, on a GPU too."""
+    """Nyström attention by PyTorch's operations, also on a GPU."""
     return with_convolution(nystrom_attention, value, conv_weight, query, key, **options)
 
 
@@ -74,7 +74,7 @@ def readable(query: Tensor, key: Tensor, value: Tensor, conv_weight: Tensor | No
 
 
 def as_in_a_model(*tensors: Tensor, **options) -> Tensor:
-    """By kernels where they apply, as a model on a GPU does, else in PyTorch's operations."""
+    """Nyström attention by kernels where they apply, as in a model on a GPU, otherwise by PyTorch's operations."""
     context = kernels.nystrom_attention_if_possible(*tensors, **options)
     return in_pytorch(*tensors, **options) if context is None else context
 
@@ -108,18 +108,19 @@ def needs_kernels(setting: Setting) -> str | None:
 
 
 def needs_cuda_forward(setting: Setting) -> str | None:
-    return "is a forward pass: leave --backward out" if setting.backward else needs_cuda(setting)
+    return "is a forward pass: omit --backward" if setting.backward else needs_cuda(setting)
 
 
 def moved_bytes(setting: Setting, inputs: Inputs) -> Tensor:
-    """Reads two tensors (B, N, H·D) and writes two, the traffic of reading three and writing a result."""
+    """Reads two tensors (B, N, H·D) and writes two: the same traffic as reading three and writing a result."""
     return torch.stack([inputs["query"], inputs["key"]])
 
 
 def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
-    """Queries, keys and values read once, the context written once; each token's four products with M landmarks.
+    """The minimum: queries, keys and values read once, the context written once; four products of each token with M
+    landmarks.
 
-    Backward: those three and the context's gradient read once more, three gradients written; twice the products.
+    Backward: those three and the context's gradient are also read once, three gradients written; twice the products.
     """
     numbers = inputs["query"].numel()
     taps = setting.conv_kernel_size if "conv_weight" in inputs else 0
@@ -128,7 +129,7 @@ def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
 
 
 class Given(nn.Module):
-    """Stands where a module has a linear layer and hands over what that layer would have computed, at no cost."""
+    """Replaces a linear layer of a module and returns the given output without computing it."""
 
     def __init__(self, output: Tensor):
         super().__init__()
@@ -139,7 +140,7 @@ class Given(nn.Module):
 
 
 def by_head(build_one, setting: Setting, inputs: Inputs) -> Tensor:
-    """The output of a module built for one head and one example, for each in turn, joined to (B, N, H·D)."""
+    """The outputs of a module built for one head and one example, for all of them, joined to (B, N, H·D)."""
     examples = []
     for example in range(setting.batch_size):
         heads = []
@@ -156,14 +157,14 @@ def by_head(build_one, setting: Setting, inputs: Inputs) -> Tensor:
 
 
 def builtin_modeling() -> ModuleType:
-    """Transformers' own Nyströmformer, which the Auto classes no longer lead to."""
-    # Its docstring decorator prints complaints about the configuration class that has taken the place of its own.
+    """Transformers' own Nyströmformer, which the Auto classes no longer give."""
+    # Its docstring decorator prints warnings about the configuration class that replaced its own.
     with contextlib.redirect_stdout(None):
         return importlib.import_module("transformers.models.nystromformer.modeling_nystromformer")
 
 
 def builtin_module(setting: Setting, inputs: Inputs, num_heads: int):
-    """Transformers' self-attention as shipped, but for its three linear layers, which give the benchmark's inputs."""
+    """Transformers' self-attention as shipped, except that its three linear layers return the benchmark's inputs."""
     modeling = builtin_modeling()
     config = modeling.NystromformerConfig(
         hidden_size=num_heads * setting.head_dim,
@@ -180,14 +181,14 @@ def builtin_module(setting: Setting, inputs: Inputs, num_heads: int):
     if "conv_weight" in inputs:
         module.conv.weight = inputs["conv_weight"]
     else:
-        module.conv_kernel_size = None  # its configuration refuses None, its forward knows it
+        module.conv_kernel_size = None  # its configuration refuses None, its forward accepts it
     return lambda: module(inputs["query"])[0]
 
 
 def package_module(setting: Setting, inputs: Inputs, num_heads: int, packed: Tensor | None = None):
-    """`nystrom_attention.NystromAttention` as shipped, but for its first and last linear layers.
+    """`nystrom_attention.NystromAttention` as shipped, without its first and last linear layers.
 
-    packed: queries, keys and values in one tensor (B, N, 3·H·D), as its first layer would give them.
+    packed: queries, keys and values in one tensor (B, N, 3·H·D), as its first layer would return them.
     """
     from nystrom_attention import NystromAttention
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: workloads (an operation or a whole model) and their contenders.
+"""The registry of workloads (an operation or a whole model) and their contenders.
 
-A contender is one small function that takes the workload's setting and inputs and returns a `Prepared` call. It does
-its one-time work (building modules, copying weights) there, so that only the call is timed.
+A contender is a small function that takes the workload's setting and inputs and returns a `Prepared` call. The
+function does one-time work (building modules, copying weights), so that only the call is timed.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes and conditions of one measurement. Sizes that a workload has no use for are ignored by it."""
+    """Sizes and conditions of one measurement. A workload ignores sizes that it does not use."""
 
     length: int
     batch_size: int = 1
@@ -45,7 +45,7 @@ class Prepared:
     Args:
         call: the timed function, without arguments.
         parameters: tensors, besides the workload's inputs, whose gradients a backward pass computes.
-        verify: the function whose output is compared with the reference, where it cannot be `call` itself.
+        verify: the function whose output is compared with the reference, if it cannot be `call` itself.
     """
 
     call: Callable[[], Tensor]
@@ -58,15 +58,15 @@ class Contender:
     """One implementation of a workload.
 
     Args:
-        name: how the command line and the result files call it.
+        name: its name on the command line and in result files.
         build: makes the `Prepared` call.
-        ours: an implementation of this package. The one named by `Workload.baseline` is what ratios refer to.
-        reference: function of the inputs that this contender is checked against, in float64; the workload's own by
-            default. Contenders that compute another function (exact attention) bring theirs.
-        judged: how the comparison is made, in words, where it is not plainly against the workload's reference.
+        ours: whether it is an implementation of this package. Ratios refer to the one named by `Workload.baseline`.
+        reference: function of the inputs that this contender is checked against, in float64; by default, the
+            workload's. Contenders that compute another function (exact attention) have their own.
+        judged: how the comparison is made, in words, if it is not simply with the workload's reference.
         requires: modules that must be importable.
         install: the command that installs them.
-        refuses: says why a setting is beyond this contender, or returns None.
+        refuses: returns why this contender cannot run a setting, or None.
     """
 
     name: str
@@ -91,15 +91,16 @@ class Workload:
     """Something that several contenders compute.
 
     Args:
-        name: how the command line and the result files call it.
+        name: its name on the command line and in result files.
         kind: "op" (an operation) or "model" (a whole encoder).
         title: one line for tables, formatted with the fields of `Setting`.
         inputs: draws the inputs as float32 CPU tensors; they are rounded to the dtype, then moved to the device.
-        reference: the function all contenders are checked against, on inputs in float64; None: finite outputs suffice.
+        reference: the function that all contenders are checked against, on inputs in float64; None: outputs must only
+            be finite.
         baseline: name of the contender that all ratios refer to.
-        tokens: counts the tokens of the inputs, without padding; tables then show tokens a second.
+        tokens: counts the tokens of the inputs, without padding; tables then show tokens per second.
         floor: the bytes that any implementation of the reference must read or write, and the additions and
-            multiplications that it must do, or None; tables then show how near to the machine's limits ours come.
+            multiplications that it must do, or None; tables then compare ours with the machine's limits.
     """
 
     name: str

@@ -9,7 +9,7 @@ from benchmarks.environment import describe_commit
 from benchmarks.measure import PLAINLY
 from benchmarks.registry import WORKLOADS
 
-# CPU seconds a second that other processes may take before a table says that it cannot be trusted.
+# CPU seconds per second that other processes may use before a table warns that its figures are uncertain.
 BUSY = 0.1
 
 MARKS = {"wrong": "WRONG", "error": "error", "unavailable": "-"}
@@ -37,7 +37,7 @@ def title(rows: list[dict]) -> str:
 
 
 def grid(rows: list[dict], heading: str, cell: Callable[[dict], str | None]) -> list[str]:
-    """A Markdown table, contenders down and lengths across. Contenders with no cell at all are left out."""
+    """A Markdown table with contenders as rows and lengths as columns, without contenders that have no cell."""
     lengths = sorted({row["setting"]["length"] for row in rows})
     by_place = {(row["contender"], row["setting"]["length"]): row for row in rows}
     lines = [[heading, *(f"n = {length}" for length in lengths)]]
@@ -100,7 +100,7 @@ def deviation_cell(row: dict) -> str | None:
 
 
 def remarks(rows: list[dict]) -> list[str]:
-    """Why contenders are missing, failed, or were judged otherwise than against the workload's reference."""
+    """Why contenders are missing, failed, or were not compared with the workload's reference."""
     every = {row["setting"]["length"] for row in rows}
     found: dict[str, dict[str, set[int]]] = {}
     for row in rows:
@@ -114,7 +114,7 @@ def remarks(rows: list[dict]) -> list[str]:
     lines = []
     busy = max((row["others_cpu"] or 0.0) for row in rows)
     if busy > BUSY:
-        lines.append(f"- Other processes took up to {busy:.2g} of the cores: times are too long and ratios uncertain.")
+        lines.append(f"- Other processes used up to {busy:.2g} cores: times are too long and ratios uncertain.")
     for text, places in found.items():
         names = [
             name if lengths == every else f"{name} (n = {', '.join(map(str, sorted(lengths)))})"
@@ -144,7 +144,7 @@ def describe_machine(results: dict) -> str:
 
 
 def table(results: dict) -> str:
-    """The whole result file as text: for every workload times, ratios, memory and deviations over length."""
+    """The whole result file as text: times, ratios, memory and deviations of every workload, by length."""
     lines = [describe_machine(results)]
     for rows in groups(results).values():
         baseline = next(row["contender"] for row in rows if row["baseline"])
@@ -168,7 +168,7 @@ def table(results: dict) -> str:
 
 
 def over(row: dict, other: dict | None, quantity: Callable[[dict], float | None]) -> float | None:
-    """How many times as much of a quantity another contender takes."""
+    """The ratio of a quantity of another contender to that of this one."""
     mine, theirs = quantity(row), None if other is None else quantity(other)
     return theirs / mine if mine and theirs else None
 
@@ -182,7 +182,7 @@ def memory_of(row: dict) -> float | None:
 
 
 def nystromformer_table_1(rows: list[dict], against: str) -> list[str]:
-    """As Table 1 of arXiv:2102.03902: memory and time of every module, and in how much less of it than another."""
+    """Like Table 1 of arXiv:2102.03902: memory and time of every module, and how many times less than another one."""
     others = {row["setting"]["length"]: row for row in rows if row["contender"] == against}
 
     def cell(quantity: Callable[[dict], float | None]) -> Callable[[dict], str | None]:
@@ -200,7 +200,7 @@ def nystromformer_table_1(rows: list[dict], against: str) -> list[str]:
 
 
 def linformer_table_3(rows: list[dict], against: str) -> list[str]:
-    """As Table 3 of arXiv:2006.04768: how many times faster, and in how much less memory, Linformers of each k are."""
+    """Like Table 3 of arXiv:2006.04768: how many times less time and memory Linformers of each k use."""
     others = {row["setting"]["length"]: row for row in rows if row["contender"] == against}
     names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name.startswith("linformer-")]
     names.sort(key=lambda name: int(name.rpartition("-")[2]))
@@ -219,7 +219,7 @@ LAYOUTS = {"nystromformer-table-1": nystromformer_table_1, "linformer-table-3": 
 
 
 def paper_table(results: dict, layout: str, against: str) -> str:
-    """The modules of `self_attention.py` in the layout of a paper's table, each beside the one named `against`."""
+    """The modules of `self_attention.py` in the layout of a paper's table, compared with the one named `against`."""
     lines = [describe_machine(results)]
     for rows in groups(results).values():
         if rows[0]["workload"] == "self-attention":
@@ -232,7 +232,7 @@ def paper_table(results: dict, layout: str, against: str) -> str:
     return "\n".join(lines)
 
 
-# What `python -m benchmarks decode` measures.
+# The measurements of `python -m benchmarks decode`.
 DECODING = {
     "decode": "A generated token after n tokens of context",
     "prefill": "Prefill of n tokens",
@@ -245,8 +245,8 @@ def decoding_table(what: str, rows: list[dict], models: str = "") -> str:
     """Rows of `python -m benchmarks decode` as text.
 
     Args:
-        what: a measure of `DECODING`.
-        models: what is said of the models' sizes.
+        what: a key of `DECODING`.
+        models: a text on the models' sizes.
     """
     lines = [
         DECODING[what] + models,
@@ -269,7 +269,7 @@ def decoding_table(what: str, rows: list[dict], models: str = "") -> str:
     return "\n".join(lines)
 
 
-# Text, and lines in order, of pictures that stand on a page of the one or the other color.
+# Colors of the text, and of the lines in order, for pictures on a light or a dark page.
 COLORS = {
     "light": ("#24292f", ("#00796b", "#e65100", "#3949ab", "#8e24aa", "#6d4c41", "#757575")),
     "dark": ("#d0d7de", ("#4db6ac", "#ffb74d", "#9fa8da", "#ce93d8", "#bcaaa4", "#9e9e9e")),
@@ -279,10 +279,10 @@ COLORS = {
 def chosen_rows(
     results: dict, workloads: Sequence[str] | None, contenders: Sequence[str] | None
 ) -> list[tuple[list[dict], list[str]]]:
-    """For each workload its rows, and the names of its contenders in the order wanted; None for all.
+    """The rows of each workload, and the names of its contenders in the given order; None for all.
 
     Raises:
-        SystemExit: for a name that the file does not hold.
+        SystemExit: for a name that the file does not contain.
     """
     found = [rows for key, rows in groups(results).items() if workloads is None or key[0] in workloads]
     measured = {row["contender"] for rows in found for row in rows}
@@ -308,14 +308,14 @@ def plot(
     labels: Sequence[str] | None = None,
     color_scheme: str | None = None,
 ) -> None:
-    """Time and peak memory over length, both axes logarithmic, one row of panels a workload.
+    """Plots time and peak memory over length, both axes logarithmic, with one row of panels for each workload.
 
     Args:
-        path: image file to write; its ending names the format (png, svg, pdf).
-        workloads, contenders: those that are drawn; all if None. The contenders in this order.
-        labels: what the contenders are called, in their order; their names if None.
-        color_scheme: "light" or "dark", for a picture on a page of that color: without a background, and without title
-            and machine, which the page says; None for a white background, with both.
+        path: image file to write; its suffix chooses the format (png, svg, pdf).
+        workloads, contenders: those to draw, in this order; None for all.
+        labels: labels of the contenders, in their order; None for their names.
+        color_scheme: "light" or "dark", for a picture on a page of that color, without a background and without title
+            and machine, which the page contains; None for a white background, with both.
     """
     try:
         import matplotlib
@@ -326,7 +326,7 @@ def plot(
 
     chosen = chosen_rows(results, workloads, contenders)
     called = dict(zip(contenders or (), labels or contenders or (), strict=True))
-    settings: dict = {"svg.hashsalt": "nystrom_models"}  # the same file from the same results
+    settings: dict = {"svg.hashsalt": "nystrom_models"}  # the same results give the same file
     if color_scheme is not None:
         text, lines = COLORS[color_scheme]
         names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contender ready to be checked and timed: in this process, or in one of its own.
+"""Runs a contender to check and time it: in this process, or in a process of its own.
 
-Memory that one contender leaves to the allocator changes how long the next one waits for it. In processes of their
-own, each meets an allocator that nobody else has used; all of them have the same one, with the same settings.
+Memory that one contender leaves to the allocator changes the time of the next one's allocations. In a process of its
+own, each contender has a fresh allocator; all have the same kind of allocator with the same settings.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.registry import WORKLOADS, Contender, Inputs, Setting, Workload
 
-# Forked from a server that has imported the libraries and computed nothing: neither threads nor CUDA are up there.
+# Processes are forked from a server that has only imported the libraries: it has no threads and has not started CUDA.
 CONTEXT = multiprocessing.get_context("forkserver")
 LIBRARIES = "benchmarks.cli"
 CONTEXT.set_forkserver_preload([LIBRARIES])
@@ -43,13 +43,13 @@ def prepare_inputs(workload: Workload, setting: Setting) -> Inputs:
 
 
 def gradient_like(output: Tensor, seed: int) -> Tensor:
-    """The incoming gradient of the backward pass: the same for every contender and for its reference."""
+    """The incoming gradient of the backward pass, the same for every contender and its reference."""
     generator = torch.Generator().manual_seed(seed + 1)
     return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
 
 
 def outputs_and_gradients(call: Callable[[], Tensor], inputs: Inputs, setting: Setting) -> dict[str, Tensor]:
-    """The output, and with `setting.backward` the gradient of each input that the call depends on."""
+    """The output and, with `setting.backward`, the gradient of each input that the call depends on."""
     if not setting.backward:
         with torch.no_grad():
             return {"output": call()}
@@ -65,13 +65,13 @@ def outputs_and_gradients(call: Callable[[], Tensor], inputs: Inputs, setting: S
 
 
 def synchronize(device: str) -> None:
-    """Waits for the GPU, if it is one."""
+    """Waits for the device, if it is a GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_a_call(call: Callable[[], object], calls: int, device: str) -> float:
-    """The mean time of some calls that follow each other."""
+    """The mean time of `calls` consecutive calls."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -81,7 +81,7 @@ def seconds_a_call(call: Callable[[], object], calls: int, device: str) -> float
 
 
 def peak_memory(call: Callable[[], object], device: str) -> int:
-    """Most bytes that one call held at once beyond what was allocated before, as PyTorch's allocator saw it."""
+    """The most bytes that one call held at once, beyond those allocated before, according to PyTorch's allocator."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -104,13 +104,13 @@ def peak_memory(call: Callable[[], object], device: str) -> int:
 
 
 def cpu_seconds() -> float:
-    """CPU time that this process has used so far, all cores together."""
+    """CPU time that this process has used so far, over all cores."""
     used = os.times()
     return used.user + used.system
 
 
 class Runner:
-    """A contender that is built and called in this process."""
+    """Builds and calls a contender in this process."""
 
     def __init__(self, workload: Workload, contender: Contender, setting: Setting):
         self.setting, self.inputs = setting, prepare_inputs(workload, setting)
@@ -118,17 +118,17 @@ class Runner:
         self._call: Callable[[], object] | None = None
 
     def outputs(self) -> dict[str, Tensor]:
-        """Output and gradients of what is timed."""
+        """Output and gradients of the timed function."""
         return outputs_and_gradients(self.prepared.call, self.inputs, self.setting)
 
     def verified(self) -> dict[str, Tensor] | None:
-        """Output and gradients of what is compared with the reference, where that is not what is timed."""
+        """Output and gradients of the function that is compared with the reference, if it is not the timed one."""
         if self.prepared.verify is None:
             return None
         return outputs_and_gradients(self.prepared.verify, self.inputs, self.setting)
 
     def call(self) -> object:
-        """What one measurement runs: the forward pass, or forward and backward to every input and parameter."""
+        """Runs what is measured: the forward pass, or forward and backward to every input and parameter."""
         if self._call is None:
             self._call = self._timed_call()
         return self._call()
@@ -141,27 +141,27 @@ class Runner:
         return lambda: torch.autograd.grad(self.prepared.call(), leaves, incoming, allow_unused=True)
 
     def peak_bytes(self) -> int:
-        """Most bytes that one call holds at once."""
+        """The most bytes that one call holds at once."""
         self.call()
         return peak_memory(self.call, self.setting.device)
 
     def seconds(self, calls: int) -> float:
-        """The mean time of so many calls."""
+        """The mean time of `calls` calls."""
         return seconds_a_call(self.call, calls, self.setting.device)
 
     def cpu_seconds(self) -> float:
-        """CPU time that it has used in another process."""
+        """CPU time that the contender has used in another process."""
         return 0.0
 
     def close(self) -> None:
-        """Ends the process, if it is another one."""
+        """Ends the contender's own process, if it has one."""
 
 
 class ContenderFailed(Exception):
-    """What went wrong in the process of a contender.
+    """An error in the process of a contender.
 
     Args:
-        reason: in one line.
+        reason: the error in one line.
         details: the traceback.
     """
 
@@ -178,8 +178,8 @@ def reason(error: Exception) -> str:
 
 
 def _serve(connection: Connection, workload: str, contender: str, setting: Setting, threads: int) -> None:
-    """Answers what a [`RemoteRunner`] asks, until it hangs up."""
-    # Registers the workloads, if the server was started by someone else, without this package.
+    """Answers the calls of a [`RemoteRunner`] until it closes the connection."""
+    # Registers the workloads, if the server was started without this package.
     importlib.import_module(LIBRARIES)
     torch.set_num_threads(threads)
     runner = None
@@ -200,7 +200,7 @@ def _serve(connection: Connection, workload: str, contender: str, setting: Setti
 
 
 class RemoteRunner:
-    """The same in a process of its own; the workload is a registered one."""
+    """Builds and calls a contender in a process of its own; the workload must be a registered one."""
 
     def __init__(self, workload: Workload, contender: Contender, setting: Setting):
         self.connection, theirs = CONTEXT.Pipe()

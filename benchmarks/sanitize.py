@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels under NVIDIA's compute-sanitizer, at the largest sizes: accesses out of bounds, races, barriers that not
-all threads reach, and memory that is read before it is written.
+"""Runs the kernels under NVIDIA's compute-sanitizer, at the largest sizes. It finds accesses out of bounds, races,
+barriers that not all threads reach, and memory that is read before it is written.
 
-    python -m benchmarks sanitize                      all of it, as a table
-    python -m benchmarks.sanitize DEVICE CASE...       passes of these cases, which is what a tool watches
+    python -m benchmarks sanitize                      runs all tools, and prints a table
+    python -m benchmarks.sanitize DEVICE CASE...       runs these cases, under a tool or without one
 """
 
 import math
@@ -23,12 +23,12 @@ from benchmarks.compiled_kernels import CASES, OPTIONS, Case
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PROGRAM = "compute-sanitizer"
-# Tokens: several blocks and parts, the last of them not full. A tool makes a kernel ten to a hundred times as slow.
+# Number of tokens: several blocks and parts, the last not full. A tool makes a kernel ten to a hundred times slower.
 LENGTH = 333
 
 
 def attend(case: Case, device: str) -> str:
-    """Forward and backward passes with each of `OPTIONS`; the sum of the gradients, or why the kernels refuse."""
+    """Runs forward and backward passes with each of `OPTIONS`; returns the gradients' sum, or why kernels refuse."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
@@ -53,21 +53,21 @@ def attend(case: Case, device: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Each tensor gets memory of its own: a tool does not see what lies within PyTorch's large blocks."""
+    """Variables that give each tensor its own allocation: a tool cannot check tensors in PyTorch's large blocks."""
     return os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def summary(output: str) -> str:
-    """What a tool counted, from its last line."""
+    """The counts in the last line of a tool's output."""
     found = re.findall(r"SUMMARY: (.*)", output)
     return found[-1].strip() if found else "no summary"
 
 
 def run(cases: list[Case], device: str, seconds: float, say: Callable[[str], None]) -> int:
-    """Says a table, a line for each tool, and returns how many runs found something, failed or were not reached.
+    """Prints a table with a line for each tool, and returns how many runs found something, failed or were not started.
 
-    A tool watches all cases in one process, for it takes long to start. On a CPU the kernels are interpreted, which
-    watches nothing: a rehearsal.
+    A tool checks all cases in one process, because it takes long to start. On a CPU the kernels are interpreted
+    without a tool, as a test run.
     """
     program = shutil.which(PROGRAM) if device == "cuda" else None
     if device == "cuda" and program is None:

@@ -4,10 +4,10 @@
 Nyströmformer's Table 1 (Xiong et al. 2021) compares softmax attention with Linformer-256, Longformer-257 and
 Nyströmformer-64 and -32; Linformer's Table 3 (Wang et al. 2020) compares Linformers of several k with softmax
 attention.
-`python -m benchmarks table FILE --layout NAME` prints results as these tables do.
+`python -m benchmarks table FILE --layout NAME` prints results in the layout of these tables.
 
-The number in a contender's name is its landmarks, its k or its window. Nyströmformers have their convolution. No
-contender has biases on query, key and value.
+The number in a contender's name is its number of landmarks, its k or its window. Nyströmformers have their
+convolution. No contender has biases on query, key and value.
 """
 
 import torch
@@ -52,7 +52,7 @@ def linformer_with(attend, setting: Setting, inputs: Inputs, size: int) -> Tenso
 
 
 def window_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention of each token to the (WINDOW - 1) / 2 on either side and itself, some queries at a time."""
+    """Softmax attention of each token to itself and (WINDOW - 1) / 2 tokens on either side, in chunks of queries."""
     reach, length = WINDOW // 2, query.shape[-2]
     chunks = []
     for start in range(0, length, QUERY_CHUNK):

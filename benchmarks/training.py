@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short real pretraining run in bfloat16, by the script that users run: tokens a second, and the share of the
-operations that the GPU can do (MFU, model FLOPs utilization, of Chowdhery et al. 2022, arXiv:2204.02311).
+"""A short pretraining run in bfloat16, with the script that users run: tokens per second, and the model FLOPs
+utilization (MFU, Chowdhery et al. 2022, arXiv:2204.02311), the share of the GPU's peak operations.
 
-The text is the docstrings of the installed packages, the tokenizer is trained on them, nothing is downloaded.
+The text is the docstrings of the installed packages, and the tokenizer is trained on them. Nothing is downloaded.
 """
 
 import json
@@ -20,7 +20,7 @@ from benchmarks import environment
 
 ROOT = Path(__file__).parents[1]
 
-# Operations a second in bfloat16 with float32 sums, without sparsity, of NVIDIA's data sheets, by the name of the GPU.
+# Operations per second in bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets, by the GPU's name.
 DATA_SHEETS = {
     r"A100": 312e12,
     r"H100 PCIe": 756e12,
@@ -34,7 +34,7 @@ DATA_SHEETS = {
     r"RTX 3090": 71e12,
 }
 
-# Steps without a figure, in which kernels are compiled and data prepared, and steps that are timed.
+# The number of steps that are not timed, in which kernels are compiled and data prepared, and of those that are timed.
 STEPS = {"cuda": (10, 300), "cpu": (2, 4)}
 SETTINGS = {
     "cuda": {
@@ -53,10 +53,10 @@ MAX_BYTES_PER_PACKAGE = {"cuda": 8_000_000, "cpu": 100_000}
 
 
 def operations_per_token(config: Any) -> int:
-    """Additions and multiplications of a training step for a token, the backward pass counted as two forward passes.
+    """Additions and multiplications of a training step per token, with a backward pass counted as two forward passes.
 
-    Linear layers, the attention's four products with the landmarks, the convolution, and the head over the vocabulary.
-    What is computed twice, norms, and the pseudo-inverse, which does not depend on the length, are not counted.
+    Linear layers, the attention's four products with the landmarks, the convolution, and the head over the vocabulary
+    are counted. Recomputation, norms, and the pseudo-inverse, which does not depend on the length, are not.
     """
     width = config.hidden_size
     layer = 4 * width**2 + 2 * width * config.intermediate_size + width * (config.conv_kernel_size or 0)
@@ -66,12 +66,12 @@ def operations_per_token(config: Any) -> int:
 
 
 def data_sheet(gpu: str) -> float | None:
-    """Operations a second of a GPU by its name; None where it is not in the table."""
+    """Operations per second of a GPU by its name; None if it is not in the table."""
     return next((peak for pattern, peak in DATA_SHEETS.items() if re.search(pattern, gpu)), None)
 
 
 def prepare(folder: Path, device: str) -> None:
-    """corpus.jsonl, and a tokenizer in tokenizer/, of at most 30,000 tokens."""
+    """Writes corpus.jsonl, and a tokenizer of at most 30,000 tokens to tokenizer/."""
     from nystrom_models.data import TextBatches, load_docstrings, train_tokenizer
 
     packages = None if device == "cuda" else ["stdlib"]
@@ -81,7 +81,7 @@ def prepare(folder: Path, device: str) -> None:
 
 
 def pretrain(folder: Path, device: str, steps: int, name: str) -> dict[str, Any]:
-    """Runs examples/run_pretraining.py; the content of its all_results.json, with its history."""
+    """Runs examples/run_pretraining.py; returns the content of its all_results.json, with its history."""
     output = folder / name
     flags = SETTINGS[device] | {
         "train_file": folder / "corpus.jsonl",
@@ -111,7 +111,7 @@ def pretrain(folder: Path, device: str, steps: int, name: str) -> dict[str, Any]
 
 
 def table(device: str, report: Callable[[str], None]) -> str:
-    """Figures of the run, a line each."""
+    """The figures of the run as a Markdown table."""
     from transformers import AutoConfig
 
     warm_up, steps = STEPS[device]

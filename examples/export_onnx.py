@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export a model to ONNX, quantize it, and see what that gains in size and time and costs in accuracy, on a CPU.
+"""Export a model to ONNX, quantize it, and measure its size, speed and accuracy on a CPU.
 
     python examples/export_onnx.py --model_name_or_path MODEL --output_dir outputs/onnx --quantize
 
-writes model.onnx and model_quantized.onnx beside the configuration and the tokenizer, and prints a table of PyTorch
-and ONNX Runtime. With --validation_file, a classifier or a regression model is also evaluated by each of them.
+writes model.onnx and model_quantized.onnx with the configuration and the tokenizer, and prints a table that compares
+PyTorch and ONNX Runtime. With --validation_file, both also evaluate a classifier or a regression model.
 """
 
 import os
@@ -34,27 +34,27 @@ from nystrom_models.training.results import write_results
 
 Engine = Callable[[dict[str, Tensor]], Tensor]
 
-# Rows of the table, by what was written.
+# Names of the table's rows, by the kind of file.
 ENGINES = {"onnx": "ONNX Runtime", "int8": "ONNX Runtime, int8"}
 
 
 @dataclass(kw_only=True)
 class ExportArguments:
-    """What is exported, and what it is measured on."""
+    """The model to export, and the data to measure it on."""
 
     model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the model."})
-    output_dir: str = field(metadata={"help": "Everything is written here."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
+    output_dir: str = field(metadata={"help": "Folder to write to."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's."})
     task: str | None = field(
-        default=None, metadata={"help": f"{', '.join(TASKS)}; what the model was saved for if not given."}
+        default=None, metadata={"help": f"{', '.join(TASKS)}; by default, what the model was saved for."}
     )
     opset_version: int = field(default=20, metadata={"help": "Version of ONNX's operators, 18 to 22."})
     quantize: bool = field(default=False, metadata={"help": "Also write a model with 8-bit weights."})
     lengths: list[int] | None = field(
-        default=None, metadata={"help": "Tokens of the rows that are timed; 1/4 and all of what the model takes."}
+        default=None, metadata={"help": "Lengths of rows to time; by default, 1/4 and all of what the model takes."}
     )
     batch_size: int = field(default=4, metadata={"help": "Rows of a batch."})
-    repeats: int = field(default=5, metadata={"help": "Batches that are timed, of which the median counts."})
+    repeats: int = field(default=5, metadata={"help": "Batches to time; the median is reported."})
     validation_file: list[str] | None = field(
         default=None, metadata={"help": "Files to evaluate on: .json, .jsonl, .csv, .tsv or .parquet, each also .gz."}
     )
@@ -62,8 +62,8 @@ class ExportArguments:
         default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
     )
     label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many random rows."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on this many random rows."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder where prepared data are cached."})
 
     def __post_init__(self):
         if self.task is not None and self.task not in TASKS:
@@ -74,7 +74,7 @@ class ExportArguments:
 
 
 def onnx_engine(path: Path) -> Engine:
-    """Runs a file with as many threads as PyTorch, and gives its first output."""
+    """Returns a function that runs a file with as many threads as PyTorch and returns its first output."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -96,7 +96,7 @@ def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer,
     if task.regression:
         task = TextTask(task.text_columns, task.label_column, regression=True, metric="regression")
     names = model.config.label2id
-    # Classes that are numbers were named by their digits; without names, they are the numbers themselves.
+    # Class names that are digits stand for integer labels; without class names, the labels are the class numbers.
     numbers = {int(name) if all(map(str.isdecimal, names)) else i: i for name, i in names.items()}
     rows = load_files(args.validation_file, "--validation_file", args.cache_dir)
     if args.max_eval_samples is not None and args.max_eval_samples < len(rows):
@@ -128,8 +128,8 @@ def milliseconds(engine: Engine, inputs: dict[str, Tensor], repeats: int) -> flo
 def print_table(results: dict[str, dict[str, Any]], lengths: Sequence[int], batch_size: int) -> None:
     metrics = [name for name in ("accuracy", "pearson") if name in results["PyTorch"]]
     heads = ["MB", *(f"ms at {length}" for length in lengths), "difference", *metrics]
-    print(f"\n{batch_size} rows a batch, {torch.get_num_threads()} threads; difference: the largest one of an output,")
-    print(f"whose largest is {results['PyTorch']['largest_output']:.3g} in PyTorch")
+    print(f"\n{batch_size} rows per batch, {torch.get_num_threads()} threads; difference: the largest from PyTorch's")
+    print(f"outputs, whose largest value is {results['PyTorch']['largest_output']:.3g}")
     print(f"{'':<20}" + "".join(f"{head:>12}" for head in heads))
     for name, row in results.items():
         cells = [f"{row['megabytes']:,.1f}", *(f"{row[f'milliseconds_{length}']:,.1f}" for length in lengths)]
@@ -152,7 +152,7 @@ def random_inputs(args: ExportArguments, model: PreTrainedModel, names: Sequence
 def compare(
     engines: dict[str, Engine], inputs: dict[int, dict[str, Tensor]], repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Times at each length, and the largest difference from the first engine's outputs."""
+    """The times of each engine at each length, and the largest difference from the first engine's outputs."""
     reference, *others = engines
     expected = {length: engines[reference](tensors) for length, tensors in inputs.items()}
     results: dict[str, dict[str, Any]] = {}
@@ -177,7 +177,9 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     limit = min(model.config.max_position_embeddings or tokenizer.model_max_length, tokenizer.model_max_length)
     lengths = arguments.lengths or [max(1, limit // 4), limit]
     if not 1 <= min(lengths) <= max(lengths) <= limit:
-        raise ValueError(f"--lengths must lie between 1 and {limit}, which the model takes, but are {lengths}.")
+        raise ValueError(
+            f"--lengths must lie between 1 and {limit}, the most that the model takes, but are {lengths}."
+        )
     task, batches = None, []
     if arguments.validation_file is not None:
         task, batches = evaluation_batches(arguments, model, tokenizer, limit)

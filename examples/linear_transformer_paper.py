@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two experiments of "Transformers are RNNs" (Katharopoulos et al. 2020, arXiv:2006.16236), in small, on a CPU.
+"""Two small versions of experiments of "Transformers are RNNs" (Katharopoulos et al. 2020, arXiv:2006.16236), on a
+CPU.
 
     python examples/linear_transformer_paper.py copy --output_dir outputs/copy
     python examples/linear_transformer_paper.py digits --output_dir outputs/digits
 
-`copy` (figure 2): a sequence of random symbols is to be written again; the loss of the copy over the training steps,
-for linear attention and for softmax attention in a GPT-2 of the same size, as a plot.
+`copy` (figure 2): the model learns to repeat a sequence of random symbols. Plots the loss of the copy over the
+training steps, for linear attention and for softmax attention in a GPT-2 of the same size.
 
-`digits` (table 1): scikit-learn's 1,797 pictures of 8 × 8 pixels in 17 levels of grey, pixel by pixel; bits a pixel on
-pictures that were held out, pictures a second while drawing, with and without states or caches, and drawn pictures.
-With `--upsample 4` the speeds are those of 32 × 32 pixels.
+`digits` (table 1): scikit-learn's 1,797 pictures of 8 × 8 pixels in 17 levels of grey, pixel by pixel. Reports the
+bits per pixel on held-out pictures and the sampled pictures per second, with and without states or caches, and draws
+samples. With `--upsample 4` the speeds are those of 32 × 32 pixels.
 
 Needs matplotlib and scikit-learn.
 """
@@ -75,7 +76,7 @@ MODELS: dict[str, Callable[[int, int, argparse.Namespace], PreTrainedModel]] = {
 
 
 def train(model: PreTrainedModel, batches: Iterator[dict[str, Tensor]], args: argparse.Namespace) -> list[float]:
-    """The loss of each step. AdamW, a warm-up of a twentieth of the steps, then a cosine to zero."""
+    """Trains with AdamW, a warm-up of a twentieth of the steps and a cosine to zero; returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
     scheduler = get_scheduler("cosine", optimizer, args.max_train_steps // 20, args.max_train_steps)
     losses = []
@@ -97,7 +98,7 @@ def train(model: PreTrainedModel, batches: Iterator[dict[str, Tensor]], args: ar
 
 
 def copy_batches(args: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
-    """Rows of a separator, random symbols, a separator and the symbols again, of which alone the loss is."""
+    """Rows of a separator, random symbols, a separator and the same symbols again; only these count for the loss."""
     half = (args.length - 2) // 2
     generator = torch.Generator().manual_seed(args.seed)
     while True:
@@ -134,7 +135,7 @@ def plot_curves(curves: dict[str, list[float]], path: Path) -> None:
         width = max(1, len(losses) // 200)
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
         axes.plot(np.arange(len(smooth)) + width, smooth, label=name)
-    axes.set(xlabel="step", ylabel="loss of the copy, nats a symbol", yscale="log")
+    axes.set(xlabel="step", ylabel="loss of the copy, nats per symbol", yscale="log")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -145,7 +146,7 @@ def plot_curves(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def load_digits(upsample: int) -> tuple[Tensor, Tensor]:
-    """Pixels row by row, (pictures, pixels) int64 of 0 to 16: those to train on, and those held out."""
+    """Training and held-out pictures, (pictures, pixels) int64 from 0 to 16, with the pixels row by row."""
     from sklearn.datasets import load_digits as load
 
     pictures = torch.from_numpy(load().images.astype(np.int64))
@@ -155,7 +156,7 @@ def load_digits(upsample: int) -> tuple[Tensor, Tensor]:
 
 
 def as_rows(pictures: Tensor) -> dict[str, Tensor]:
-    """A start token before the pixels. Every pixel is predicted."""
+    """Rows of a start token and the pixels. Every pixel is predicted."""
     ids = torch.nn.functional.pad(pictures, (1, 0), value=LEVELS)
     return {"input_ids": ids, "labels": ids}
 
@@ -174,7 +175,7 @@ def bits_a_pixel(model: PreTrainedModel, pictures: Tensor) -> float:
 
 
 def draw(model: PreTrainedModel, count: int, pixels: int, use_cache: bool) -> tuple[Tensor, float]:
-    """Sampled pictures (count, pixels), and pictures a second."""
+    """Sampled pictures (count, pixels), and pictures per second."""
     model.eval()
     start = torch.full((count, 1), LEVELS)
     began = time.perf_counter()
@@ -193,7 +194,7 @@ def draw(model: PreTrainedModel, count: int, pixels: int, use_cache: bool) -> tu
 
 
 def save_pictures(pictures: dict[str, Tensor], path: Path) -> None:
-    """A row of pictures for each name."""
+    """Saves an image with one row of pictures for each name."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,11 +225,11 @@ def run_digits(args: argparse.Namespace) -> dict:
         results["bits_a_pixel"][name] = bits_a_pixel(model, held_out)
         drawn[name], _ = draw(model, 16, training.shape[1], use_cache=True)
         if args.upsample > 1:
-            # Speed does not depend on what the weights are.
+            # The speed does not depend on the weights.
             model = MODELS[name](LEVELS + 1, pixels + 1, args)
         ways = {f"{name}, states": True} if name == "linear" else {f"{name}, cache": True, f"{name}, no cache": False}
         for way, use_cache in ways.items():
-            draw(model, 1, 2, use_cache)  # what is done once is not timed
+            draw(model, 1, 2, use_cache)  # work that is done only once is not timed
             results["pictures_a_second"][way] = draw(model, args.num_pictures, pixels, use_cache)[1]
     counts = torch.bincount(training.flatten(), minlength=LEVELS) + 1.0
     entropy = -(counts / counts.sum()).log2()[held_out.flatten()].mean().item()
@@ -258,13 +259,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--hidden_size", type=int, default=128)
         command.add_argument("--num_hidden_layers", type=int, default=4)
         command.add_argument("--num_attention_heads", type=int, default=8)
-        command.add_argument("--feature_map", default="elu", help="of the linear model (default: elu)")
+        command.add_argument("--feature_map", default="elu", help="feature map of the linear model (default: elu)")
         command.add_argument("--seed", type=int, default=0)
         if task == "copy":
             command.add_argument("--length", type=int, default=128, help="tokens of a row (default: 128)")
         else:
-            command.add_argument("--num_pictures", type=int, default=16, help="drawn at once (default: 16)")
-            command.add_argument("--upsample", type=int, default=1, help="times as many rows and columns of pixels")
+            command.add_argument("--num_pictures", type=int, default=16, help="pictures sampled at once (default: 16)")
+            command.add_argument(
+                "--upsample", type=int, default=1, help="factor for rows and columns of pixels (default: 1)"
+            )
     args = parser.parse_args(argv)
     for name in ("max_train_steps", "batch_size", "upsample", "num_pictures"):
         if getattr(args, name, 1) < 1:

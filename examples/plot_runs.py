@@ -3,7 +3,7 @@
 
     python examples/plot_runs.py --runs outputs/softmax outputs/nystrom outputs/linformer --output curves.png
 
-takes the --output_dir of finished runs.
+--runs takes the --output_dir of finished runs.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,17 @@ from nystrom_models.training.curve import plot_history, read_history
 
 @dataclass(kw_only=True)
 class PlotArguments:
-    """Runs and picture."""
+    """The runs and the picture."""
 
     runs: list[str] = field(metadata={"help": "The --output_dir of every run."})
-    labels: list[str] | None = field(
-        default=None, metadata={"help": "Their names; those of the folders if not given."}
-    )
+    labels: list[str] | None = field(default=None, metadata={"help": "Their names; by default, those of the folders."})
     output: str = field(default="training_curves.png", metadata={"help": "Picture to write: .png, .svg or .pdf."})
 
     def __post_init__(self):
         if self.labels is None:
             self.labels = [Path(run).resolve().name for run in self.runs]
         if len(self.labels) != len(self.runs) or len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"--labels must give each of the {len(self.runs)} runs a name of its own.")
+            raise ValueError(f"--labels must be {len(self.runs)} different names, one for each run.")
 
 
 def main(args: Sequence[str] | None = None) -> None:

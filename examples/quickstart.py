@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From nothing to answers on two CPU cores: train a Nyströmformer and a Linformer on the docstrings of this machine.
+"""Train a Nyströmformer and a Linformer from scratch on two CPU cores, on the docstrings of this machine.
 
 1. Collect the English docstrings of the installed Python packages, and set some source files aside.
 2. Train a tokenizer.
@@ -28,7 +28,7 @@ from nystrom_models.training import OptimizationArguments
 from nystrom_models.training.finetuning import FinetuningArguments, finetune
 from nystrom_models.training.pretraining import EVAL_MLM_PROBABILITY, PretrainingArguments, pretrain
 
-# In the manner of docstrings. What a reader would fill in: list; true; number; be; to; of.
+# Sentences like those of docstrings. Expected words: list; true; number; be; to; of.
 SENTENCES = (
     "Return a [MASK] of the names of all columns.",
     "If [MASK], raise an error when the file does not exist.",
@@ -39,10 +39,10 @@ SENTENCES = (
 )
 
 
-# What a run says that Ctrl-C or SIGTERM has ended.
-STOPPED = "The quickstart was stopped; run again, it starts from the beginning."
+# The message of a run that Ctrl-C or SIGTERM has stopped.
+STOPPED = "The quickstart was stopped. When run again, it starts from the beginning."
 
-# Rows of a batch at most: a step is counted in tokens.
+# The most rows of a batch; the size of a step is given in tokens.
 ROWS = 64
 
 
@@ -50,11 +50,11 @@ ROWS = 64
 class QuickstartArguments:
     """The sizes of the run."""
 
-    output_dir: str = field(default="outputs/quickstart", metadata={"help": "Everything is written here."})
+    output_dir: str = field(default="outputs/quickstart", metadata={"help": "Folder to write to."})
     seed: int = field(default=0, metadata={"help": "Seed of the data, the initial weights and the order."})
     max_train_steps: int = field(default=1600, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
-    tokens_per_step: int = field(default=1000, metadata={"help": "Tokens of a step of pretraining."})
+    tokens_per_step: int = field(default=1000, metadata={"help": "Tokens per step of pretraining."})
     learning_rate: float = field(default=1.5e-3, metadata={"help": "Peak learning rate of pretraining."})
     max_length: int = field(default=128, metadata={"help": "Largest number of tokens of a row."})
     vocab_size: int = field(default=5000, metadata={"help": "Largest size of the vocabulary."})
@@ -67,15 +67,15 @@ class QuickstartArguments:
     max_bytes_per_package: int = field(
         default=3_000_000, metadata={"help": "Most bytes of source code that are read from one package."}
     )
-    packages: list[str] | None = field(default=None, metadata={"help": "Packages to read; all if not given."})
+    packages: list[str] | None = field(default=None, metadata={"help": "Packages to read; by default, all."})
     preprocessing_num_workers: int = field(
         default=min(4, os.cpu_count() or 1), metadata={"help": "Processes that prepare the data."}
     )
 
 
 def save_config(family: str, args: QuickstartArguments) -> Path:
-    """Writes the configuration of a small model whose rows are longer than its landmarks, so that the approximation is
-    what trains. The vocabulary's size and the special tokens are added from the tokenizer."""
+    """Writes the configuration of a small model with fewer landmarks than tokens, so that it is trained with the
+    approximation. The vocabulary's size and the special tokens are added from the tokenizer."""
     common = {
         "hidden_size": args.hidden_size,
         "num_hidden_layers": args.num_hidden_layers,
@@ -98,13 +98,13 @@ def save_config(family: str, args: QuickstartArguments) -> Path:
 
 
 def constant_accuracy(values: Sequence[int] | Sequence[str]) -> float:
-    """The accuracy of always giving the most frequent answer."""
+    """The accuracy of always predicting the most frequent class."""
     counts = Counter(value for value in values if value != -100)
     return counts.most_common(1)[0][1] / counts.total()
 
 
 def pretraining_arguments(family: str, args: QuickstartArguments) -> PretrainingArguments:
-    """What examples/run_pretraining.py would be told on its command line."""
+    """The arguments that examples/run_pretraining.py would get from its command line."""
     return PretrainingArguments(
         config_name=str(save_config(family, args)),
         tokenizer_name=str(Path(args.output_dir, "tokenizer")),
@@ -137,7 +137,7 @@ def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArgumen
 
 
 def pretraining_baselines(documents: Dataset, args: QuickstartArguments) -> dict[str, float]:
-    """What constant answers get on the held-out documents."""
+    """The scores of constant predictions on the held-out documents."""
     tokenizer = AutoTokenizer.from_pretrained(Path(args.output_dir, "tokenizer"))
     arguments = pretraining_arguments("nystromformer", args)
     rows = pretraining_dataset(documents, tokenizer, **arguments.row_options() | {"max_length": args.max_length})
@@ -150,7 +150,7 @@ def pretraining_baselines(documents: Dataset, args: QuickstartArguments) -> dict
 
 
 def fill_masks(checkpoint: Path, sentences: Sequence[str]) -> None:
-    """Loads the checkpoint as anyone would, and prints the three most probable tokens for every mask."""
+    """Loads the checkpoint with the Auto class, and prints the three most probable tokens for every mask."""
     model = AutoModelForMaskedLM.from_pretrained(checkpoint)
     fill = pipeline("fill-mask", model=model, tokenizer=AutoTokenizer.from_pretrained(checkpoint), device="cpu")
     print(f"\nMasks filled by AutoModelForMaskedLM.from_pretrained({str(checkpoint)!r})")
@@ -160,7 +160,7 @@ def fill_masks(checkpoint: Path, sentences: Sequence[str]) -> None:
 
 
 def finetune_family(family: str, documents: DatasetDict, args: QuickstartArguments) -> dict[str, float]:
-    """Fine-tunes the pretrained model to name the package of a docstring, and returns its held-out scores."""
+    """Fine-tunes the pretrained model to predict the package of a docstring, and returns its held-out scores."""
     arguments = FinetuningArguments(
         model_name_or_path=str(Path(args.output_dir, family, "pretrained")),
         output_dir=str(Path(args.output_dir, family, "classifier")),
@@ -172,7 +172,7 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
     )
     optimization = OptimizationArguments(
         per_device_train_batch_size=ROWS,
-        tokens_per_step=2 * args.tokens_per_step,  # one label a row, not many: more rows for a steady gradient
+        tokens_per_step=2 * args.tokens_per_step,  # one label per row: more rows make the gradient less noisy
         group_by_length=True,
         learning_rate=args.learning_rate / 2,
         max_train_steps=args.finetune_steps,
@@ -187,15 +187,15 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
 
 
 def unseen(sentences: Sequence[str], documents: Dataset) -> list[str]:
-    """The sentences that, with whatever word in place of the mask, stand in none of the documents."""
+    """The sentences that no document contains, whatever word replaces the mask."""
     text = "\n".join(documents["text"])
     patterns = {s: r"\S+".join(re.escape(part.rstrip(".")) for part in s.split("[MASK]")) for s in sentences}
     return [sentence for sentence, pattern in patterns.items() if not re.search(pattern, text, re.IGNORECASE)]
 
 
 def print_table(results: dict[str, dict[str, float]], classes: list[str]) -> None:
-    """One row a family, every accuracy beside what a constant answer gets."""
-    print("\nOn source files that were held out; in brackets, what the most frequent answer gets")
+    """Prints a row for each family, with each accuracy beside that of a constant prediction."""
+    print("\nAccuracy on held-out source files; in brackets, that of always predicting the most frequent class")
     print(f"{'':<15}{'MLM accuracy':>18}{'SOP accuracy':>18}{f'1 of {len(classes)} packages':>18}{'tokens/s':>10}")
     for family, result in results.items():
         cells = [
@@ -210,10 +210,10 @@ def print_table(results: dict[str, dict[str, float]], classes: list[str]) -> Non
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Runs the quickstart with command-line arguments, and returns the figures of the closing table."""
+    """Runs the quickstart with command-line arguments, and returns the figures of the final table."""
     (arguments,) = HfArgumentParser(QuickstartArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
     start = time.perf_counter()
-    # Transformers' reports on every checkpoint would bury the story.
+    # Transformers' reports on every checkpoint would hide the output of this script.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     print("Collecting the docstrings of the installed packages", flush=True)
@@ -227,7 +227,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     sizes = Counter(docstrings["train"]["package"])
     print(
         f"{len(docstrings['train']):,} docstrings of {len(sizes)} packages to train on, "
-        f"{len(docstrings['validation']):,} from other source files held out"
+        f"{len(docstrings['validation']):,} held out, from other source files"
     )
     tokenizer = train_tokenizer(TextBatches(docstrings["train"]), arguments.vocab_size, arguments.max_length)
     tokenizer.save_pretrained(Path(arguments.output_dir, "tokenizer"))

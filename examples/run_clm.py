@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a causal language model: the next token, of documents packed into full rows.
+"""Train a causal language model on documents packed into full rows.
 
     python examples/run_clm.py --recipe configs/recipes/clm-tiny-512.args --tokenizer_name outputs/bpe \\
         --train_file corpus.txt --output_dir outputs/causal
 
-No state crosses from one document of a row to the next, and no document is predicted from another. --train_file
-takes documents separated by empty lines (.txt), or a column of documents (.jsonl, .csv, .parquet); --dataset_name
-takes a data set of the Hub, which --streaming reads while training. --model_name_or_path goes on with a model.
+Documents of a row are independent: no state passes from one to the next, and none is predicted from another.
+--train_file takes documents separated by empty lines (.txt), or a column of documents (.jsonl, .csv, .parquet);
+--dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path continues the
+training of a model.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 
     python examples/run_imdb.py --model_name_or_path MODEL --truncation_strategy head_tail --output_dir outputs/imdb
 
-loads IMDB from the Hub, and evaluates on its test set as is usual; --train_file and --validation_file read files
-instead. Documents are cut to the length that the model takes, or to --max_length.
+loads IMDB from the Hub and evaluates on its test set, as is usual; --train_file and --validation_file read files
+instead. Documents are truncated to the length that the model takes, or to --max_length.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from nystrom_models.training.splits import load_data
 
 @dataclass(kw_only=True)
 class ImdbArguments(FinetuningArguments):
-    """IMDB unless other data are named."""
+    """The default data set is IMDB."""
 
     def __post_init__(self):
         super().__post_init__()

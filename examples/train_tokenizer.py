@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a tokenizer on the documents that a model is to be pretrained on: WordPiece, as BERT has it, or for causal
-models byte-level BPE, as GPT-2 has it.
+"""Train a tokenizer on the documents for pretraining: WordPiece, as in BERT, or for causal models byte-level BPE, as
+in GPT-2.
 
     python examples/train_tokenizer.py --train_file corpus.txt --vocab_size 30000 --output_dir outputs/tokenizer
     python examples/train_tokenizer.py --train_file corpus.txt --tokenizer_type byte_level_bpe --output_dir outputs/bpe
 
---train_file and --dataset_name take what examples/run_pretraining.py and examples/run_clm.py take.
+--train_file and --dataset_name are the same as in examples/run_pretraining.py and examples/run_clm.py.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from nystrom_models.training.arguments import parse_arguments
 class TokenizerArguments:
     """Data, vocabulary and output."""
 
-    output_dir: str = field(metadata={"help": "The tokenizer is written here."})
+    output_dir: str = field(metadata={"help": "Folder to write the tokenizer to."})
     tokenizer_type: Literal["wordpiece", "byte_level_bpe"] = field(
-        default="wordpiece", metadata={"help": "Pieces of words, for encoders; pieces of text, for causal models."}
+        default="wordpiece", metadata={"help": "wordpiece for encoders, byte_level_bpe for causal models."}
     )
     dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
@@ -35,18 +35,18 @@ class TokenizerArguments:
     )
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
     streaming: bool = field(default=False, metadata={"help": "Read the documents twice and keep none."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many documents."})
-    vocab_size: int = field(default=30_000, metadata={"help": "Tokens, at most."})
-    min_frequency: int = field(default=2, metadata={"help": "How often two pieces must meet to become one."})
-    max_length: int = field(default=512, metadata={"help": "Tokens of a row, at most, of the model it is for."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many documents, the first."})
+    vocab_size: int = field(default=30_000, metadata={"help": "Largest number of tokens."})
+    min_frequency: int = field(default=2, metadata={"help": "How often two pieces must be adjacent to be merged."})
+    max_length: int = field(default=512, metadata={"help": "Largest number of tokens of a row that the model takes."})
     keep_case: bool = field(
         default=False, metadata={"help": "Keep capitals and accents, as byte_level_bpe always does."}
     )
-    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data are kept."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder where prepared data are cached."})
 
     def __post_init__(self):
         if (self.dataset_name is None) == (self.train_file is None):
-            raise ValueError("Give documents to train on by --train_file or by --dataset_name, and not by both.")
+            raise ValueError("Give documents to train on with either --train_file or --dataset_name.")
         if self.max_train_samples is not None and self.max_train_samples < 1:
             raise ValueError(f"--max_train_samples must be at least 1, but is {self.max_train_samples}.")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation as a site: it builds strictly and without network, and its pages are sound in a browser."""
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -24,6 +25,7 @@ PAGES = {
     "capabilities": "What others cannot do",
     "how-it-works": "How it works",
     "options": "Options",
+    "flags/run_glue": "run_glue.py",
     "reference/configurations-and-models": "Configurations and models",
     "model_cards/nystromformer/base-512": "nystromformer/base-512",
 }
@@ -70,6 +72,21 @@ def test_code_stands_beside_its_equations_and_every_public_name_has_an_entry(sit
     reference = (site / "reference" / "configurations-and-models.html").read_text(encoding="utf-8")
     for name in nystrom_models.__all__:
         assert re.search(rf'id="nystrom_models\.(\w+\.)*{name}"', reference), name
+
+
+def test_flags_are_those_of_the_scripts(site):
+    from examples import run_glue, run_pretraining
+
+    for script, parts in (
+        ("run_pretraining", (run_pretraining.PretrainingArguments, run_pretraining.OptimizationArguments)),
+        ("run_glue", (run_glue.GlueArguments, run_glue.FinetuningOptimizationArguments)),
+    ):
+        page = (site / "flags" / f"{script}.html").read_text(encoding="utf-8")
+        shown = re.findall(r"<td><code>--(\w+)</code></td>\s*<td>(.*?)</td>", page)
+        fields = [field for part in parts for field in dataclasses.fields(part)]
+        assert sorted(name for name, _ in shown) == sorted(field.name for field in fields)
+        rate = next(field.default for field in fields if field.name == "learning_rate")
+        assert float(re.sub("<.*?>", "", dict(shown)["learning_rate"])) == rate
 
 
 @pytest.mark.parametrize(

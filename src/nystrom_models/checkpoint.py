@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint for one look: in float32, and never with weights that are random."""
+"""Loads a checkpoint to measure or export it: in float32, and never with random weights."""
 
 import os
 from typing import Any
@@ -10,12 +10,12 @@ import torch
 def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any:
     """`model_class.from_pretrained(name)` in float32, in evaluation mode.
 
-    A pooler may be missing: checkpoints of masked language models have none, and no prediction goes through it.
+    A pooler may be missing: checkpoints of masked language models have none, and no prediction uses it.
 
     Args:
         model_class: a model's or an Auto class.
         name: a folder or a name on the Hub.
-        advice: what the user can do about missing weights, which ends the message.
+        advice: what the user can do about missing weights; the end of the error message.
 
     Raises:
         ValueError: if other weights are not in the checkpoint, and would be random.

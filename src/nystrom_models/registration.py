@@ -25,7 +25,7 @@ FAMILIES: tuple[type[BasePreTrainedModel], ...] = (
 def register() -> None:
     """Make every Auto class give this package's classes, also for the built-in `nystromformer`, process-wide.
 
-    Importing the package does this. `attn_implementation="nystrom_triton"` and `"linear_triton"` are then known, too,
+    Importing the package does this. It also registers `attn_implementation="nystrom_triton"` and `"linear_triton"`,
     and `"nystrom"` for other encoders of Transformers.
     """
     AttentionInterface.register(IMPLEMENTATION, nystrom_attention_forward)
@@ -39,15 +39,15 @@ def register() -> None:
         AutoTokenizer.register(config_class, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
         for auto_name, model_class in family.auto_classes.items():
             getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
-            # Its saved checkpoints then carry their code; the first Auto class of a model is the general one.
+            # Its saved checkpoints then contain their code; the first Auto class of a model is the general one.
             if model_class._auto_class is None:
                 model_class.register_for_auto_class(auto_name)
 
 
 def unregister() -> None:
-    """Undo `register`: the Auto classes give Transformers' own Nyströmformer again, and know no other family of ours.
+    """Undo `register`: the Auto classes give Transformers' own Nyströmformer again, and no other family of ours.
 
-    Models that exist, the classes of this package by name and its kernels work on. `register()` undoes this.
+    Existing models, the classes of this package by name and its kernels continue to work. `register()` undoes this.
     """
     for family in FAMILIES:
         config_class = family.config_class

@@ -178,5 +178,5 @@ def test_a_nystromformers_own_landmarks_are_measured_and_long_rows_are_drawn():
 def test_wrong_options_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         inspect_attention(make_model("Bert"), alone([37]), **options)
-    with pytest.raises(ValueError, match="inputs holds no call"):
+    with pytest.raises(ValueError, match="inputs is empty"):
         inspect_attention(make_model("Bert"), [])

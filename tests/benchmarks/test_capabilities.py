@@ -73,7 +73,7 @@ def test_what_cannot_is_found_out():
             assert verdict in ("no", "error") and seen, check
     assert "operations" in answers["cost linear in the length"][1]
     assert "ValueError: odd" in answers["any length up to the maximum"][1]
-    assert answers["gradient checkpointing"] == ("no", "nothing is computed again")
+    assert answers["gradient checkpointing"] == ("no", "nothing is recomputed")
 
 
 def test_wrong_models_are_found_out():

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from benchmarks import cli, kernels
+from benchmarks.exact import split_heads
 from benchmarks.measure import deviation, prepare_inputs
 from benchmarks.nystrom import reference
 from benchmarks.registry import WORKLOADS, Setting
+from nystrom_models.models.attention_linear import causal_linear_attention_reference, elu_features
 
 pytest.importorskip("triton")
 
@@ -30,9 +32,21 @@ def test_every_kernel_is_timed():
             assert float(row[1]) > 0 and (row[2] == "0" or float(row[3]) >= 0)
             assert bool(row[5].strip()) == (name in LAUNCHES)
             assert float(row[6].strip("| ")) > 0
+    assert {"causal_linear_fwd", "causal_linear_bwd"} < set(rows)
     context = kernels.prepare(SETTING)["forward"].call()[0].transpose(1, 2).flatten(2)
     expected = reference(SETTING, prepare_inputs(WORKLOADS["nystrom-conv"], SETTING))
     assert deviation(context, expected) < 2e-5
+
+
+def test_causal_linear_attention_is_what_is_timed():
+    inputs = prepare_inputs(WORKLOADS["nystrom-conv"], SETTING)
+    query, key, value = (split_heads(inputs[name], SETTING.num_heads) for name in ("query", "key", "value"))
+    for mask in (None, kernels.row_mask(SETTING)):
+        timed = kernels.prepare_linear(SETTING, ragged=mask is not None)
+        expected, _ = causal_linear_attention_reference(elu_features(query), elu_features(key), value, mask)
+        context, _ = timed["causal_linear_fwd"].call()
+        assert deviation(context.transpose(1, 2), expected) < 2e-5
+        assert all(gradient.any() for gradient in timed["causal_linear_bwd"].call()[:3])
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_masked_tokens_are_counted_with_fewer_and_fewer_landmarks(folder, capsys
     ).is_file() and "Masked tokens with 2 landmarks" in capsys.readouterr().out
     assert [layer["layer"] for layer in found["layers"]] == [1]
     assert main(inspect(folder, "Linformer", "--mlm_accuracy")) == 1
-    assert "--mlm_accuracy is for attention through landmarks" in capsys.readouterr().err
+    assert "--mlm_accuracy measures attention with landmarks" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
@@ -92,15 +92,15 @@ def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lengths", "100"], "--lengths names 100, but the model takes 64 tokens"),
-        (["--lengths", "2"], "--lengths 2: A row of 2 tokens has no room"),
+        (["--lengths", "100"], "--lengths has 100, but the model takes at most 64 tokens"),
+        (["--lengths", "2"], "--lengths 2: A row of 2 tokens has room only"),
         (["--num_landmarks", "0"], "--num_landmarks must be"),
         (["--error", "2"], "--error must lie between 0 and 1"),
         (["--max_rows", "1"], "--max_rows must be at least 2"),
         (["--layers", "7"], "layers names [7]"),
         (["--token", "64"], "--token 64 is not in a row of 64 tokens"),
         (["--device", "nowhere"], "--device nowhere"),
-        (["--text_column_name", "body"], "--text_column_name body is no column"),
+        (["--text_column_name", "body"], "--text_column_name body is not a column"),
         (["--text_file", "missing.txt"], "--text_file names missing.txt"),
     ],
 )

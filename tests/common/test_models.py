@@ -175,8 +175,8 @@ class CommonTests(modeling_common.ModelTesterMixin):
             super().test_model_weights_reload_no_missing_tied_weights()
 
 
-def common_tests(name, family, *, seq_length, min_valid, heads=HEADS, **options):
-    """A test class for one family and regime."""
+def common_tests(name, family, *, seq_length, min_valid, heads=HEADS, slow=False, **options):
+    """A test class for one family and regime; slow: left to `make slow`."""
     attributes = {
         "__module__": __name__,
         "family": family,
@@ -186,13 +186,15 @@ def common_tests(name, family, *, seq_length, min_valid, heads=HEADS, **options)
         "seq_length": seq_length,
         "min_valid": min_valid,
         "options": options,
+        "pytestmark": [pytest.mark.slow] if slow else [],
     }
     # Where it stands among the bases says that a model generates.
     generates = (modeling_common.GenerationTesterMixin,) if "ForCausalLM" in heads else ()
     return type(name, (CommonTests, *generates, unittest.TestCase), attributes)
 
 
-SHORT_ROWS = {"seq_length": 7, "min_valid": 5}
+# What differs in short rows is the attention alone, which tests/models/ looks at.
+SHORT_ROWS = {"seq_length": 7, "min_valid": 5, "slow": True}
 LONG_ROWS = {"seq_length": 13, "min_valid": 6}
 
 TestNystromformerShortRows = common_tests(

@@ -145,7 +145,7 @@ def test_a_linformer_takes_the_weights_and_trains(tmp_path):
     assert type(config) is LinformerConfig
     model, report = convert(tmp_path, config, return_report=True)
     assert report.new == ["linformer.encoder.sequence_projection.weight"]
-    assert any("another function than the source's" in note for note in report.notes)
+    assert any("a different function from the source's" in note for note in report.notes)
     ids = torch.randint(3, 99, (2, 64))
     embedded = model(ids[:, :LENGTH], output_hidden_states=True).hidden_states[0]
     theirs = source(ids[:, :LENGTH], output_hidden_states=True).hidden_states[0]
@@ -242,7 +242,7 @@ def test_an_output_layer_of_its_own(tmp_path):
 def test_another_activation_in_the_head_of_roberta_is_told(tmp_path, caplog):
     source = save_source(tmp_path, "Roberta", "ForMaskedLM", hidden_act="relu")
     model = convert(tmp_path, converted_config(tmp_path, **EXACT))
-    assert "hidden_act='relu' where the source's applies gelu" in caplog.messages[-1]
+    assert "hidden_act='relu', the source's applies gelu" in caplog.messages[-1]
     ids = torch.randint(3, 99, (1, LENGTH))
     assert relative_error(model.base_model(ids)[0], source.base_model(ids)[0]) < TOLERANCE
 

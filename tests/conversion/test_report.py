@@ -64,7 +64,7 @@ def test_rows_of_texts_have_the_special_tokens():
     assert sample.rows(7).tolist()[:2] == [[2, 5, 6, 7, 5, 7, 3], [2, 5, 6, 7, 5, 7, 3]]
     fit, held_out = sample.split(5)
     assert (len(fit), len(held_out)) == (5, 1)
-    with pytest.raises(ValueError, match="no room beside the special tokens"):
+    with pytest.raises(ValueError, match="room only for the special tokens"):
         sample.rows(2)
     with pytest.raises(ValueError, match="no tokens"):
         Sample.of_texts([""], bert_tokenizer())

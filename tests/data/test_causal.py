@@ -221,5 +221,5 @@ def test_a_tokenizer_that_ends_texts_is_refused(documents, tokenizer):
 
 
 def test_no_text_is_an_error(causal):
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="contains no text"):
         causal_dataset(Dataset.from_dict({"text": ["", " \n"]}), causal, BLOCK)

@@ -85,7 +85,7 @@ def test_several_labels_a_row(data, tokenizer):
         (
             {"label": ["a", "c"]},
             {"label_names": ["a", "b"]},
-            r"holds \['c'\], which is none of the labels \['a', 'b'\]",
+            r"contains \['c'\], not among the labels \['a', 'b'\]",
         ),
         ({"label": ["a", "b"]}, {"regression": True}, "must hold numbers"),
         ({"label": [0.5, float("nan")]}, {"regression": True}, "not finite"),

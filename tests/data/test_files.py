@@ -70,7 +70,7 @@ def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
     ("name", "content", "message"),
     [
         ("rows.jsonl", b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"rows\.jsonl, line 2: not JSON"),
-        ("rows.jsonl", b'{"text": "a"}\n\n[1, 2]\n', r"rows\.jsonl, line 3: not a JSON object"),
+        ("rows.jsonl", b'{"text": "a"}\n\n[1, 2]\n', r"rows\.jsonl, line 3: must be a JSON object"),
         ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"rows\.jsonl, line 2: not UTF-8"),
         (
             "rows.jsonl",
@@ -81,7 +81,7 @@ def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
         # pandas takes the first of three fields for an index, without a word.
         ("rows.csv", b"text,label\na,1,2\nb,2,3\n", r"rows\.csv, line 2: 3 fields, but the header has 2"),
         ("rows.csv", b'text,label\n"a,1\nb,2\n', r"rows\.csv, line 3: unexpected end of data"),
-        ("rows.csv", b"text,label\n", r"--test_file hold no rows"),
+        ("rows.csv", b"text,label\n", r"--test_file contain no rows"),
         ("rows.txt", b"a\n\xff\n", r"rows\.txt, line 2: not UTF-8"),
         ("rows.txt", b"", r"rows\.txt, given by --test_file, is empty"),
         ("rows.jsonl.gz", b"plain", r"rows\.jsonl\.gz is damaged"),
@@ -89,7 +89,7 @@ def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
         ("rows.parquet", b"PAR1 and no more", r"rows\.parquet, given by --test_file, cannot be read"),
         ("rows.tsv", b"text\tlabel\na\t1\nb\t2\t3\n", r"rows\.tsv, line 3: 3 fields, but the header has 2"),
         ("rows.json", b'[{"text": "a"}, {"text": ]', r"rows\.json: not JSON"),
-        ("rows.json", b'[{"text": "a"}, 3]', r"rows\.json, item 2: not a JSON object but '3'"),
+        ("rows.json", b'[{"text": "a"}, 3]', r"rows\.json, item 2: must be a JSON object, but is '3'"),
         ("rows.xlsx", b"x", r"rows\.xlsx must end in one of \.txt, \.json, \.jsonl, \.csv, \.tsv, \.parquet"),
     ],
 )

@@ -51,7 +51,7 @@ def test_metrics_of_several_labels():
 def test_a_metric_has_a_direction(metric, greater):
     assert Goal.of(metric).greater_is_better is greater
     assert Goal.of("my_metric", False) == Goal("my_metric", False)
-    with pytest.raises(ValueError, match=r"Nothing is known of the metric 'my_metric'.*--greater_is_better"):
+    with pytest.raises(ValueError, match=r"The metric 'my_metric' is unknown.*--greater_is_better"):
         Goal.of("my_metric")
 
 

@@ -120,16 +120,16 @@ def test_a_byte_order_mark_and_torn_lines(tmp_path):
     assert list(load_glue_files("mrpc", [write(tmp_path / "mrpc.tsv", rows, bom=True)])["sentence1"]) == FIRST
     torn = lines("qqp", False)
     torn[3:4] = [torn[3][:4], [*torn[3][4:]]]
-    with pytest.warns(UserWarning, match=r"qqp\.tsv: 2 torn lines were left out, the first of them line 4"):
+    with pytest.warns(UserWarning, match=r"qqp\.tsv: 2 broken lines were left out, the first is line 4"):
         rows = load_glue_files("qqp", [write(tmp_path / "qqp.tsv", torn)])
     assert list(rows["question1"]) == [*FIRST[:2], *FIRST[3:]]
 
 
 def test_faults_are_named(glue, tmp_path):
-    with pytest.raises(ValueError, match=r"rte\.tsv, line 3: 2 fields, but 4 are due"):
+    with pytest.raises(ValueError, match=r"rte\.tsv, line 3: 2 fields, but the columns are 4"):
         rows = lines("rte", False)
         load_glue_files("rte", [write(tmp_path / "rte.tsv", [*rows[:2], rows[2][:2], *rows[3:]])])
-    with pytest.raises(ValueError, match=r"empty\.tsv holds no rows"):
+    with pytest.raises(ValueError, match=r"empty\.tsv contains no rows"):
         load_glue_files("sst2", [write(tmp_path / "empty.tsv", lines("sst2", False)[:1])])
     with pytest.raises(FileNotFoundError, match="--test_file names nowhere"):
         load_glue_files("sst2", ["nowhere.tsv"], "--test_file")

@@ -132,5 +132,5 @@ def test_bad_options_are_named(documents, tokenizer, options, message):
 
 
 def test_no_text_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="contains no text"):
         pretraining_dataset(Dataset.from_dict({"text": ["", " \n"]}), tokenizer, MAX_LENGTH)

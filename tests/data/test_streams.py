@@ -156,7 +156,7 @@ def test_a_stream_without_text(tmp_path):
         return {"input_ids": [], "index": []}
 
     loader = StreamLoader(load_files(path, streaming=True), nothing, collate, 4)
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="contains no text"):
         next(loader.steps())
     with pytest.raises(ValueError, match="--max_train_steps"):
         loader.steps_per_epoch()

@@ -39,7 +39,7 @@ def test_auto_tokenizer_loads_it_beside_a_model(tokenizer, tmp_path, config_clas
 
 
 def test_nothing_to_train_from():
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="contains no text"):
         train_tokenizer([""], vocab_size=100, show_progress=False)
     with pytest.raises(ValueError, match="vocab_size must be above 5"):
         train_tokenizer(["text"], vocab_size=5)

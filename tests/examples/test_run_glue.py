@@ -184,7 +184,7 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--eval_strategy no --load_best_model_at_end", "--eval_strategy epoch"),
         (
             "--task_name mrpc --train_file {train} --validation_file {train} --metric_for_best_model recall",
-            "Nothing is known of the metric 'recall'",
+            "The metric 'recall' is unknown",
         ),
         ("--task_name mrpc --do_regression", "leave out"),
         ("--task_name mrpc --train_file {train}", "--validation_file"),

@@ -69,7 +69,7 @@ def test_any_number_can_be_predicted(checkpoint, write_rows, filler, tmp_path):
 @pytest.mark.parametrize(
     ("train", "validation", "message"),
     [
-        (["a", "b"], ["a", "c"], r"the validation set holds \['c'\], which is none of the labels \['a', 'b'\]"),
+        (["a", "b"], ["a", "c"], r"the validation set contains \['c'\], not among the labels \['a', 'b'\]"),
         (["a", "a"], ["a", "a"], "only one label"),
         ([0.5, 1.5], [0.5, 1.5], "--do_regression"),
         ([0, None], [0, 1], "'label' of the train set has no value in row 2"),

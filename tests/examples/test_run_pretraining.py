@@ -355,10 +355,10 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--hub_model_id name", ValueError, "--push_to_hub"),
         ("--lr_scheduler_type cosinus", ValueError, "--lr_scheduler_type must be one of linear"),
         ("--lr_scheduler_kwargs x", ValueError, "is not JSON"),
-        ('--lr_scheduler_kwargs {"num_cycle":1}', ValueError, "do not suit --lr_scheduler_type linear"),
+        ('--lr_scheduler_kwargs {"num_cycle":1}', ValueError, "are not valid for --lr_scheduler_type linear"),
         ("--tokens_per_step 20", ValueError, "less than the"),
-        ("--tokens_per_step 400 --gradient_accumulation_steps 2", ValueError, "leave out --gradient_accumulation"),
-        ("--streaming --max_eval_samples 9 --tokens_per_step 400", ValueError, "leave out --streaming"),
+        ("--tokens_per_step 400 --gradient_accumulation_steps 2", ValueError, "omit --gradient_accumulation"),
+        ("--streaming --max_eval_samples 9 --tokens_per_step 400", ValueError, "omit --streaming"),
         ("--per_device_train_batch_size 4096", ValueError, "fewer than the 4096"),
         ("--recipe nowhere.args", FileNotFoundError, "configs/recipes/"),
         ("--train_file nowhere.txt", FileNotFoundError, "--train_file names nowhere.txt"),
@@ -379,7 +379,7 @@ def test_a_stream_needs_its_number_of_steps(corpus, tmp_path):
 
 
 def test_a_tokenizer_needs_one_source(corpus, tmp_path):
-    with pytest.raises(ValueError, match="--train_file or by --dataset_name"):
+    with pytest.raises(ValueError, match="either --train_file or --dataset_name"):
         train_tokenizer.main(["--output_dir", str(tmp_path)])
 
 

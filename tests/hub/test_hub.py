@@ -217,5 +217,5 @@ def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path)
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_folder_without_a_model_is_refused(missing, tmp_path):
     (tmp_path / ({"config.json", "model.safetensors"} - {missing}).pop()).touch()
-    with pytest.raises(FileNotFoundError, match=r"--output_dir .* holds no "):
+    with pytest.raises(FileNotFoundError, match=r"--output_dir .* has no "):
         push(tmp_path, "ada/empty")

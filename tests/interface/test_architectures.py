@@ -10,17 +10,17 @@ from benchmarks.architectures import ARCHITECTURES
 
 REFUSALS = {
     "BART, whole (causal decoder)": "decoder.* is causal.*get_encoder",
-    "CLIP, whole (causal text)": "model_type='clip_text_model' asks for a causal mask",
-    "T5 encoder": "position_bias, scores added by pair of tokens",
+    "CLIP, whole (causal text)": "model_type='clip_text_model' needs a causal mask",
+    "T5 encoder": "position_bias, a bias for each pair of tokens",
     "GPT-2": "is causal",
     "Llama": "is causal",
-    "DeBERTa-v2": "computes its attention by itself",
-    "MPNet": "computes its attention by itself",
-    "RoFormer": "computes its attention by itself",
-    "Longformer": "computes its attention by itself",
-    "WavLM": "computes its attention by itself",
-    "BEiT with relative positions": "takes no added scores",
-    "Swin": "takes no added scores",
+    "DeBERTa-v2": "computes its attention itself",
+    "MPNet": "computes its attention itself",
+    "RoFormer": "computes its attention itself",
+    "Longformer": "computes its attention itself",
+    "WavLM": "computes its attention itself",
+    "BEiT with relative positions": "takes no bias of the scores",
+    "Swin": "takes no bias of the scores",
 }
 
 
@@ -51,4 +51,4 @@ def test_the_table_is_printed(capsys, monkeypatch):
     assert cli.main(["architectures"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^\| BERT \| text \| \S+, \S+ \|", out, re.MULTILINE)
-    assert "| MPNet | text | MPNetModel computes its attention by itself" in out and "1 run, 1 refuse." in out
+    assert "| MPNet | text | MPNetModel computes its attention itself" in out and "1 run, 1 refuse." in out

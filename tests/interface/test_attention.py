@@ -128,7 +128,7 @@ def test_what_changes_the_attention_is_refused(name):
         (Attention(num_landmarks=0), {}, "num_landmarks=0 must be"),
         (Attention(nystrom={"landmarks": 3}), {}, "config.nystrom must be like"),
         (Attention(nystrom={"num_landmarks": 3, "layers": [0]}), {}, "call nystrom_models.use_nystrom"),
-        (Attention(is_decoder=True), {"keys": 17}, "is of a decoder"),
+        (Attention(is_decoder=True), {"keys": 17}, "belongs to a decoder"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -147,7 +147,7 @@ def test_what_means_nothing_is_let_through():
 def test_the_family_itself_is_not_for_it():
     config = NystromformerConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32)
     config._attn_implementation = "nystrom"
-    with pytest.raises(ValueError, match="is linear in the length by itself"):
+    with pytest.raises(ValueError, match="already is linear in the length"):
         NystromformerModel(config)(tokens())
 
 
@@ -220,7 +220,9 @@ def test_other_graphs(name):
 
 @pytest.mark.slow
 def test_masks_are_looked_at_in_graphs():
-    """One graph for all lengths; a mask by pair of tokens is refused when it runs, not answered as a mask of keys."""
+    """One graph for all lengths; a mask that differs between queries is refused at run time, not taken as a mask of
+    keys.
+    """
     module = Attention()
 
     def attend(query, key, value, mask):
@@ -235,7 +237,7 @@ def test_masks_are_looked_at_in_graphs():
         found, expected = (function(query, key, value, rows)[:, : length // 2] for function in (compiled, attend))
         assert relative_error(found, expected) < 1e-12
         # Without double quotes, which Inductor would not compile.
-        with pytest.raises(RuntimeError, match=r"'nystrom' sees a row .* mask by pair of tokens"):
+        with pytest.raises(RuntimeError, match=r"'nystrom' takes no mask that differs between queries"):
             compiled(query, key, value, rows.tril())
 
 

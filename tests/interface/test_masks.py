@@ -55,19 +55,22 @@ def test_one_row_is_for_all():
 @pytest.mark.parametrize(
     ("mask", "says"),
     [
-        (torch.ones(5, 5, dtype=torch.bool).tril()[None, None], "mask by pair of tokens"),
-        (torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool()[None, None], "mask by pair of tokens"),
-        (torch.zeros(1, 1, 5, 5).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf), "mask by pair of tokens"),
-        (torch.tensor([[True] * 5, [True] * 4 + [False]]).view(1, 2, 1, 5), "mask by pair of tokens"),
-        (torch.randn(1, 2, 5, 5), "no added scores"),
-        (torch.ones(1, 1, 1, 5), "no added scores"),
-        (torch.full((1, 1, 1, 5), torch.nan), "no added scores"),
-        (torch.ones(1, 1, 1, 5, dtype=torch.long), "neither bool nor added scores"),
+        (torch.ones(5, 5, dtype=torch.bool).tril()[None, None], "differs between queries"),
+        (torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool()[None, None], "differs between queries"),
+        (
+            torch.zeros(1, 1, 5, 5).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf),
+            "differs between queries",
+        ),
+        (torch.tensor([[True] * 5, [True] * 4 + [False]]).view(1, 2, 1, 5), "differs between queries"),
+        (torch.randn(1, 2, 5, 5), "no bias of the scores"),
+        (torch.ones(1, 1, 1, 5), "no bias of the scores"),
+        (torch.full((1, 1, 1, 5), torch.nan), "no bias of the scores"),
+        (torch.ones(1, 1, 1, 5, dtype=torch.long), "neither bool nor floating"),
         (torch.ones(1, 5), "has shape"),
         (torch.ones(1, 1, 1, 4, dtype=torch.bool), "has shape"),
         (torch.ones(1, 1, 4, 5, dtype=torch.bool), "has shape"),
         (torch.ones(2, 1, 1, 5, dtype=torch.bool), "has shape"),
-        ("blocks", "mask by pair of tokens.*It is a str"),
+        ("blocks", "mask that differs between queries.*It is a str"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -106,12 +109,12 @@ def test_a_mask_is_not_needed():
 
 def test_masks_of_other_attention_are_refused():
     states = torch.zeros(2, 5, 4)
-    with pytest.raises(ValueError, match="model_type='bert' asks for a causal mask"):
+    with pytest.raises(ValueError, match="model_type='bert' needs a causal mask"):
         create_causal_mask(CONFIG, states, None, None)
     with pytest.raises(ValueError, match="causal mask"):
         nystrom_mask(2, 5, 5, mask_function=causal_mask_function)
     documents = torch.tensor([0, 0, 1, 1, 1])
-    with pytest.raises(ValueError, match="mask by pair of tokens"):
+    with pytest.raises(ValueError, match="differs between queries"):
         create_bidirectional_mask(
             CONFIG, states, None, and_mask_function=lambda b, h, q, k: documents[q] == documents[k]
         )

@@ -128,13 +128,13 @@ def test_the_encoder_of_an_encoder_decoder(tmp_path):
         ("BERT", {"num_landmarks": [8]}, "1 numbers for 2 layers"),
         ("BERT", {"num_landmarks": [8, 8], "layers": [1]}, "2 numbers for 1 layers"),
         ("BERT", {"pinv_iterations": 0}, "pinv_iterations=0"),
-        ("BERT", {"layers": [0, 2]}, "has 2, and there are 2 layers: from 0 to 1"),
-        ("BERT", {"layers": [-1]}, r"layers=\[-1\] must be numbers of layers from 0"),
-        ("BERT", {"layers": [1, 1]}, "each once"),
-        ("BERT", {"layers": []}, "at least one of them"),
-        ("ALBERT", {"layers": [0]}, "The 2 layers share 1 attention module, so that they cannot differ"),
-        ("SigLIP, both parts", {"layers": [0]}, "this one has several"),
-        ("MPNet", {}, "MPNetModel computes its attention by itself"),
+        ("BERT", {"layers": [0, 2]}, "has 2, but the 2 layers are 0 to 1"),
+        ("BERT", {"layers": [-1]}, r"layers=\[-1\] must be a list of different layer numbers"),
+        ("BERT", {"layers": [1, 1]}, "different layer numbers"),
+        ("BERT", {"layers": []}, "layer numbers from 0, at least one"),
+        ("ALBERT", {"layers": [0]}, "The 2 layers share 1 attention module, so their settings cannot differ"),
+        ("SigLIP, both parts", {"layers": [0]}, "this model has several"),
+        ("MPNet", {}, "MPNetModel computes its attention itself"),
         ("BART, its encoder", {}, "decoder.layers.0.self_attn of BartModel is causal"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -151,5 +151,5 @@ def test_other_things_are_refused():
     with pytest.raises(ValueError, match="not Linear"):
         use_nystrom(torch.nn.Linear(2, 2))
     config = NystromformerConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32)
-    with pytest.raises(ValueError, match="linear in the length by itself"):
+    with pytest.raises(ValueError, match="already is linear in the length"):
         use_nystrom(NystromformerModel(config))

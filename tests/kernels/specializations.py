@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.compiled_kernels import AbsentGPU
 from nystrom_models import kernels
 from nystrom_models.kernels.device import DEVICE_TYPES
+from nystrom_models.kernels.linear import dispatch as linear
 from nystrom_models.kernels.nystrom import dispatch, first_try
 from nystrom_models.kernels.nystrom.inputs import AttentionInputs
 
@@ -31,6 +32,16 @@ def attend(batch: int, length: int, dtype: torch.dtype, masked: bool, iterations
         pinv_iterations=iterations,
         conv_weight=torch.zeros(HEADS, 1, TAPS, 1, dtype=dtype, requires_grad=True),
         dropout_p=0.1 + 0.01 * batch if masked else 0.0,
+    )
+
+
+def attend_linearly(batch: int, length: int, dtype: torch.dtype, masked: bool, first: bool) -> linear.CausalInputs:
+    """first: whether without a state of tokens before."""
+    states = [torch.zeros(batch, length, HEADS, DIM, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    return linear.CausalInputs(
+        *states,
+        torch.arange(length).expand(batch, -1) < length - 1 if masked else None,
+        None if first else torch.zeros(batch, HEADS, DIM, DIM + 1),
     )
 
 
@@ -62,6 +73,15 @@ def main() -> None:
             # What the first try runs is what the model runs; its numbers are nothing, for nothing was compiled.
             first_try.fault(inputs, dispatch.compute)
             counts[name] = {kernel: [before.get(kernel, 0), len(keys)] for kernel, keys in found.items()}
+            found.clear()
+            for batch, length in SIZES:
+                for first in (False, True):
+                    given = attend_linearly(batch, length, dtype, masked, first)
+                    assert given.why_not() is None, given.why_not()
+                    linear.compute(given)[0].sum().backward()
+            before = {kernel: len(keys) for kernel, keys in found.items()}
+            linear._try(torch.device("cpu"), dtype, DIM, DIM, masked, backward=True)
+            counts[f"linear, {name}"] = {kernel: [before.get(kernel, 0), len(keys)] for kernel, keys in found.items()}
     assert kernels.why_not_on(torch.device("cpu")) is None
     print(json.dumps(counts))
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
         (6, False, torch.float32),
         (37, True, torch.float32),
         (37, True, torch.bfloat16),
-        (37, True, torch.float16),
+        pytest.param(37, True, torch.float16, marks=pytest.mark.slow),
         (150, True, torch.float16),
     ],
     ids=str,

@@ -104,7 +104,7 @@ def test_resumed_run_is_bit_for_bit_the_unstopped_one(kind, stop, last, data, un
     assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-{last}"
     codes, log = start(kind, data, tmp_path, resume="latest")
     assert codes == [0] * kind.num_processes, log[-3000:]
-    assert f"Going on from {tmp_path / f'checkpoint-{last}'}" in log
+    assert f"Resuming from {tmp_path / f'checkpoint-{last}'}" in log
     assert_equal_outcomes(tmp_path, unstopped(kind))
     # What was logged while it ran, and what a reader of the files finds, is the same.
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
@@ -128,7 +128,7 @@ def test_a_run_goes_on_on_another_number_of_processes(data_kind, before, after, 
     assert codes[0] == -signal.SIGKILL
     codes, log = start(then, data, tmp_path, resume="latest")
     assert codes == [0] * after, log[-3000:]
-    assert f"Going on from {tmp_path / 'checkpoint-4'}" in log
+    assert f"Resuming from {tmp_path / 'checkpoint-4'}" in log
     (result, weights), (expected, expected_weights) = outcome(tmp_path), unstopped(first)
     assert len(result["history"]) == len(expected["history"])
     for row, other in zip(result["history"], expected["history"], strict=True):
@@ -229,7 +229,7 @@ def test_an_earlier_run_in_the_same_folder_is_not_taken_for_this_one(tokenizer, 
     short_run(tokenizer, examples, tmp_path, steps=4, overwrite_output_dir=True)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 1
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="give only one of them"):
         CheckpointArguments(str(tmp_path), resume_from_checkpoint="latest", overwrite_output_dir=True)
 
 

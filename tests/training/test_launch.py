@@ -79,7 +79,7 @@ def sharded(folder):
 def test_sharding_that_would_not_happen_is_an_error(tmp_path):
     """Accelerate shards on no CPU, and would take DDP instead without a word."""
     codes, log = processes.run(sharded, str(tmp_path), folder=tmp_path, num_processes=2)
-    assert any(codes) and "FSDP was asked for, but Accelerate would train without it" in log
+    assert any(codes) and "FSDP was requested, but Accelerate would train without it" in log
 
 
 def test_processes_that_do_not_find_each_other_are_an_error(tmp_path):

@@ -100,7 +100,7 @@ def test_a_resumed_run_is_the_whole_one(tokenizer, examples, tmp_path):
 def test_what_it_is_not_for(tokenizer, examples, monkeypatch):
     with pytest.raises(ValueError, match="--optim must be one of adamw, muon, but is sgd"):
         OptimizationArguments(optim="sgd")
-    with pytest.raises(ValueError, match=r"--optim muon is for the matrices of layers, and Linear has none"):
+    with pytest.raises(ValueError, match=r"--optim muon trains the matrices of layers, but Linear has none"):
         create_optimizer(nn.Linear(2, 2), OptimizationArguments(optim="muon"))
     frozen = make_model("linformer-none")
     for matrix in layer_matrices(frozen)[1:]:

@@ -105,7 +105,7 @@ def test_a_longer_run_follows_the_longer_schedule(tokenizer, examples, tmp_path,
     state = short_run(tokenizer, examples, tmp_path / "first", steps=12, resume_from_checkpoint="latest")
     assert state.step == 12
     # After one step of warm-up, 8 of 11 steps of decay are left.
-    assert "The learning rate, 0 so far, is now 0.000727273" in capsys.readouterr().out
+    assert "The learning rate was 0 and is now 0.000727273" in capsys.readouterr().out
     # As it would have been from the fourth step on.
     whole = short_run(tokenizer, examples, tmp_path / "whole", steps=12)
     assert state.history[-1]["learning_rate"] == whole.history[-1]["learning_rate"] == 0.0

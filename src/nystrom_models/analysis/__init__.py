@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near linear attention comes to a model's exact attention, measured on its own inputs; and pictures of it."""
+"""Measures the error of linear attention against a model's exact attention, on the model's inputs, and draws it."""
 
 from .capture import LayerAttention, visit_attention
 from .inspection import NUM_LANDMARKS, inspect_attention

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention layers of a model get, layer by layer while the model runs. No class is changed.
+"""The inputs of a model's attention layers, layer by layer while the model runs. No class is changed.
 
 Legend: B batch, H heads, N tokens, D head size, R chosen rows.
 
-Models of this package are watched by hooks on their attention layers. Others are run with an attention function that
-shows its inputs to the visitor and then computes exact attention; it is registered with Transformers'
-`AttentionInterface` for the time of the call, under a name of its own.
+Models of this package get hooks on their attention layers. Others run with an attention function that passes its
+inputs to the visitor and then computes exact attention; during the call it is registered with Transformers'
+`AttentionInterface`, under a unique name.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from ..models.modeling_base import BasePreTrainedModel
 from ..models.self_attention import SelfAttention
 from .substitution import attending_by, key_mask
 
-# The map (B, H, R, N) and the context (B, H, R, D) that a layer itself computes for chosen rows.
+# A function from chosen rows (R,) to the map (B, H, R, N) and the context (B, H, R, D) that the layer computes.
 OwnAttention = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -31,12 +31,12 @@ OwnAttention = Callable[[Tensor], tuple[Tensor, Tensor]]
 class LayerAttention:
     """One attention layer in one call of the model.
 
-    name: of its module. index: its place among the attention layers, in the order in which they are called.
+    name: the name of its module. index: its number among the attention layers, in the order of their calls.
     query, key, value: (B, H, N, D). mask: (B, N) bool, True at valid tokens, or None for all valid.
-    scaling: what the scores are multiplied by. is_causal: whether a token sees those before it alone.
+    scaling: the factor of the scores. is_causal: whether a token sees only itself and previous tokens.
     method: how the layer attends: "softmax", or in the families of this package "nystrom", "linformer" or "linear".
-    own: for "linformer" and "linear", what the layer computes, without its convolution. Its argument are the tokens
-        whose rows are wanted, (R,) int64; a map's columns are tokens where `mask` and `key` have them.
+    own: for "linformer" and "linear", what the layer computes, without its convolution. Its argument is the rows that
+        are wanted, (R,) int64; the columns of a map are the tokens in the order of `mask` and `key`.
     """
 
     name: str
@@ -56,20 +56,20 @@ Visit = Callable[[LayerAttention], None]
 
 @torch.no_grad()
 def visit_attention(model: PreTrainedModel, inputs: Mapping[str, Tensor], visit: Visit) -> dict[str, str]:
-    """Runs the model, and shows each attention layer to `visit` as it is reached.
+    """Runs the model, and calls `visit` with each attention layer when it is called.
 
-    What a layer showed may be measured at once and let go: no more than one layer's tensors are held.
+    `visit` can measure a layer at once, so that memory holds the tensors of only one layer.
 
     Args:
-        model: one of this package's, or any of Transformers' whose self-attention goes through `AttentionInterface`.
-        inputs: what it is called with.
+        model: one of this package, or one of Transformers whose self-attention goes through `AttentionInterface`.
+        inputs: arguments of the model.
         visit: called with a `LayerAttention`.
 
     Returns: the layers that were left out, by name, with the reason: cross-attention, causal attention of another
     package's model, local windows, biases that are added to the scores.
 
     Raises:
-        ValueError: if no layer could be shown, with the reasons.
+        ValueError: if all layers were left out, with the reasons.
     """
     was_training = model.training
     model.eval()
@@ -97,7 +97,7 @@ _METHODS = {"nystromformer": "nystrom", "linformer": "linformer", "linear_transf
 
 def _run_own(model: BasePreTrainedModel, inputs: Mapping[str, Tensor], visit: Visit) -> int:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, SelfAttention)]
-    # Packed tokens would have to be brought into rows for every map.
+    # Unpadded tokens would have to be padded again for every map.
     unpad_inputs, model.config.unpad_inputs = model.config.unpad_inputs, False
     handles = [
         module.register_forward_pre_hook(_shows(name, index, visit)) for index, (name, module) in enumerate(layers)
@@ -113,7 +113,7 @@ def _run_own(model: BasePreTrainedModel, inputs: Mapping[str, Tensor], visit: Vi
 
 
 def _shows(name: str, index: int, visit: Visit) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """A hook that shows a layer of this package."""
+    """A hook that passes a layer of this package to `visit`."""
 
     def show(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(module, SelfAttention)
@@ -129,7 +129,7 @@ def _shows(name: str, index: int, visit: Visit) -> Callable[[nn.Module, tuple[An
             method = "softmax"
 
         def own(rows: Tensor) -> tuple[Tensor, Tensor]:
-            # Without the order of the batch as given, so that tokens stay by rank, as they are in `query`.
+            # Without the order of the batch as given, so that tokens stay in the order of `query`, by rank.
             by_rank = replace(batch, maps=AttentionMaps(rows), order=None, ranks=None, given_mask=batch.mask)
             context = module.attend(hidden_states, by_rank)
             skip = module.convolve(value, batch)

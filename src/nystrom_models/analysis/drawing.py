@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError("matplotlib is needed to draw: pip install 'nystrom-models[train]'.") from error
 
-# Of text and lines, replaced by the page's own color: it is dark on light, or light on dark.
+# The color of text and lines, replaced by that of the page, which is dark on light or light on dark.
 INK = "#010203"
 _STYLE: dict[Any, Any] = {
     "text.color": INK,
@@ -37,9 +37,9 @@ _STYLE: dict[Any, Any] = {
     # Text stays text: it can be searched, and takes the page's font.
     "svg.fonttype": "none",
 }
-# Lines for layers or numbers of landmarks, from few to many, readable on light and dark.
+# Colors of lines for layers or numbers of landmarks, readable on light and dark.
 LINES = "viridis"
-# Heat maps of errors and weights, from 0.
+# Color maps of heat maps, for errors and weights from 0 up.
 ERRORS = "magma"
 
 
@@ -54,12 +54,12 @@ class Picture:
     size: tuple[float, float] = (5.0, 3.7)
 
     def save(self, path: Path) -> None:
-        """Writes a .png on white."""
+        """Writes a .png with a white background."""
         with self._figure() as figure:
             figure.savefig(path, dpi=120, facecolor="white")
 
     def svg(self) -> str:
-        """An <svg> element for a page, without a background, as wide as there is room."""
+        """An <svg> element for a page, without a background, as wide as its container."""
         with self._figure() as figure:
             file = StringIO()
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -70,7 +70,7 @@ class Picture:
 
     @contextmanager
     def _figure(self) -> Iterator[Figure]:
-        # Ids in the file then depend on the figure alone, and differ between figures of one page.
+        # The ids in the file then depend only on the figure, and differ between the figures of a page.
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}):
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure)
@@ -78,7 +78,7 @@ class Picture:
 
 
 def pictures(inspection: Inspection) -> list[Picture]:
-    """All pictures that can be drawn of what was measured."""
+    """All pictures that can be drawn from the measurements."""
     main, found = inspection.main, []
     longest = [s for s in inspection.settings if s.length == main.length and s.pinv_iterations == main.pinv_iterations]
     found.append(
@@ -95,7 +95,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
             Picture(
                 "error_by_landmarks",
                 "Error by landmarks",
-                "The same, the mean over layers, by the number of landmarks: a line for each length"
+                "The same error, the mean over layers, by the number of landmarks: one line for each length"
                 " and number of iterations of the pseudo-inverse.",
                 functools.partial(_error_by_landmarks, inspection),
             )
@@ -116,7 +116,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
                 "pinv_residual",
                 "Residual of the pseudo-inverse",
                 "‖A Z A − A‖ / ‖A‖ of the landmarks' attention A and its iterative pseudo-inverse Z: the mean over "
-                "heads. What does not fall with more iterations is not converged.",
+                "heads. Where it does not fall with more iterations, the iteration does not converge.",
                 functools.partial(_residuals, inspection),
             )
         )
@@ -129,8 +129,8 @@ def pictures(inspection: Inspection) -> list[Picture]:
             Picture(
                 "cumulative_singular_values",
                 "Singular values",
-                f"Normalised cumulative singular values of the true maps of {length:,} tokens, the mean over heads: a "
-                "line that rises early is a map of low rank (Linformer, figure 1).",
+                f"Normalised cumulative singular values of the exact maps of {length:,} tokens, the mean over heads: "
+                "a line that rises early belongs to maps of low rank (Linformer, figure 1).",
                 functools.partial(_cumulative, inspection, shares),
             )
         )
@@ -159,7 +159,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
 
 
 def describe(setting: Setting) -> str:
-    """A setting in words."""
+    """A description of a setting."""
     words = [f"{setting.length:,} tokens"]
     if setting.method == "nystrom":
         words.append(f"{setting.num_landmarks:,} landmarks")
@@ -168,13 +168,13 @@ def describe(setting: Setting) -> str:
 
 
 def _shades(count: int) -> list[Any]:
-    """Colors of `count` lines; not the ends of the scale, which vanish on light or dark."""
+    """Colors of `count` lines, without the ends of the scale, which cannot be seen on light or dark."""
     scale = matplotlib.colormaps[LINES]
     return [scale(0.25 + 0.55 * place / max(1, count - 1)) for place in range(count)]
 
 
 def _legend(figure: Figure) -> None:
-    """Below the plot, where it hides nothing."""
+    """Adds a legend below the plot, where it covers nothing."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
 
@@ -210,7 +210,7 @@ def _error_by_landmarks(inspection: Inspection, figure: Figure) -> None:
 
 
 def _heads(values: list[torch.Tensor], inspection: Inspection, cmap: str, figure: Figure) -> None:
-    """A heat map, layers down and heads across."""
+    """A heat map with layers as rows and heads as columns."""
     axes = figure.add_subplot()
     table = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=float("nan"))
     least = 0 if cmap == ERRORS else None
@@ -285,7 +285,7 @@ def _masked_accuracy(inspection: Inspection, figure: Figure) -> None:
 
 
 def _map_pictures(inspection: Inspection) -> Iterator[Picture]:
-    """For each layer its best, middle and worst head: true map above, approximated map below."""
+    """For each layer its best, middle and worst head: exact map above, approximated map below."""
     for index, layer in inspection.layers.items():
         if layer.pictures is None or layer.spectrum is None:
             continue
@@ -295,9 +295,9 @@ def _map_pictures(inspection: Inspection) -> Iterator[Picture]:
         yield Picture(
             f"maps_layer_{index:02}",
             f"Maps of layer {index}",
-            f"True maps above, approximated maps below, of the first {layer.spectrum.length:,} tokens: heads with the "
-            "smallest, the middle and the largest error (Nyströmformer, figure 3). The root of each weight is drawn, "
-            "on one scale for both.",
+            f"Exact maps above, approximated maps below, of a text of {layer.spectrum.length:,} tokens: the heads "
+            "with the smallest, the median and the largest error (Nyströmformer, figure 3). Colors show the square "
+            "root of the weights, on the same scale above and below.",
             functools.partial(_maps, layer.pictures, heads, errors),
             size=(2.4 * len(heads) + 0.4, 5.0),
         )
@@ -306,12 +306,12 @@ def _map_pictures(inspection: Inspection) -> Iterator[Picture]:
 def _maps(maps: torch.Tensor, heads: list[int], errors: torch.Tensor, figure: Figure) -> None:
     axes = figure.subplots(2, len(heads), squeeze=False)
     for column, head in enumerate(heads):
-        # An approximation has small negative weights here and there.
+        # An approximation can have small negative weights.
         true, approximated = maps[:, head].float().clamp_min(0).sqrt()
         for row, image in enumerate((true, approximated)):
             axes[row, column].imshow(image.numpy(), cmap=ERRORS, vmin=0, vmax=true.max(), interpolation="none")
             axes[row, column].set(xticks=[], yticks=[])
         axes[0, column].set_title(f"head {head}", fontsize="medium")
         axes[1, column].set_xlabel(f"error {errors[head]:.3f}")
-    axes[0, 0].set_ylabel("true")
+    axes[0, 0].set_ylabel("exact")
     axes[1, 0].set_ylabel("approximated")

@@ -22,7 +22,7 @@ from .measures import (
 from .results import Inspection, Layer, Setting, Spectrum, Sums
 
 NUM_LANDMARKS = (16, 32, 64, 128, 256)
-# Pixels along a side of the maps that are kept to be drawn.
+# Side of the maps that are kept for drawing, in pixels.
 PICTURE = 128
 
 
@@ -38,31 +38,32 @@ def inspect_attention(
     seed: int = 0,
     on_layer: Callable[[], object] = lambda: None,
 ) -> Inspection:
-    """Measures how near linear attention comes to exact softmax attention in each layer and head of a model.
+    """Measures the error of linear attention against exact softmax attention in each layer and head of a model.
 
-    Every layer is measured on what it gets in the model as it is: in a model of Transformers, what exact attention
-    made of the text in the layers before; in one of this package, what its own attention did.
+    Every layer is measured on its inputs in the unchanged model: after layers with exact attention in a model of
+    Transformers, after layers with the model's own attention in a model of this package.
 
-    - Models of Transformers and Nyströmformers: Nyström attention with each of `num_landmarks` and `pinv_iterations`.
-      A Nyströmformer's own numbers belong to them in any case.
+    - Models of Transformers and Nyströmformers: Nyström attention with each of `num_landmarks` and `pinv_iterations`,
+      and with a Nyströmformer's own numbers.
     - Linformers: their own projections. Linear transformers: the map of their kernel.
-    - All: the singular values of the true maps, of rows of at most `max_rows` tokens, the longest that there are.
+    - All: the singular values of the exact maps of the longest rows with at most `max_rows` tokens.
 
-    Convolutions are left out, as they are no approximation. See `measures` for the formulas.
+    Convolutions are left out, because they approximate nothing. See `measures` for the formulas.
 
     Args:
         model: see `visit_attention`.
-        inputs: what the model is called with, a call each. Rows of one number of valid tokens are one length.
-        num_landmarks, pinv_iterations: to be tried.
-        max_rows: rows of a map that are measured; of more tokens, so many are drawn at random, without replacement.
+        inputs: the arguments of each call of the model. The length of a row is its number of valid tokens.
+        num_landmarks, pinv_iterations: the numbers to try.
+        max_rows: rows of a map that are measured; of longer maps, this many are drawn at random, without replacement.
         layers: the attention layers to measure, counted from 0; all if None.
-        token: the place of a token, counted from 0, -1 for the last; `Layer.token` then holds what it attends to in
+        token: the position of a token, counted from 0, -1 for the last; `Layer.token` then holds what it attends to in
             the first of the longest rows, exactly and with the main setting.
-        seed: of the rows that are drawn.
+        seed: the seed of the rows that are drawn.
         on_layer: called after each layer, for a progress bar.
 
     Raises:
-        ValueError: for numbers below 1, layers or a token that do not exist, models that cannot be inspected.
+        ValueError: for numbers below 1, for layers or a token that do not exist, and for models that cannot be
+            inspected.
     """
     for name, numbers in (("num_landmarks", num_landmarks), ("pinv_iterations", pinv_iterations)):
         if not numbers or min(numbers) < 1:
@@ -74,7 +75,7 @@ def inspect_attention(
     for call in inputs:
         skipped |= visit_attention(model, call, measuring.visit)
     if not measuring.seen:
-        raise ValueError("inputs holds no call of the model: give at least one.")
+        raise ValueError("inputs is empty: give the arguments of at least one call of the model.")
     if layers is not None and (unknown := sorted(set(layers) - measuring.seen)):
         raise ValueError(f"layers names {unknown}, but the model's attention layers are 0 to {max(measuring.seen)}.")
     found = dict(sorted(measuring.layers.items()))
@@ -86,7 +87,7 @@ def inspect_attention(
 
 
 class _Measuring:
-    """What `inspect_attention` gathers while the model runs."""
+    """What `inspect_attention` collects while the model runs."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class _Measuring:
         seed: int,
         on_layer: Callable[[], object],
     ):
-        # With one number a layer there is no setting that all layers share.
+        # If each layer has its own number, there is no setting that all layers share.
         own = getattr(model.config, "num_landmarks", None)
         own_numbers = [number for number in (own if isinstance(own, list) else [own]) if number is not None]
         own_iterations = getattr(model.config, "pinv_iterations", None)
@@ -157,12 +158,12 @@ class _Measuring:
         ]
 
     def is_main(self, setting: Setting) -> bool:
-        """Whether a setting is the main one, but for its length."""
+        """Whether a setting is the main one, apart from its length."""
         wanted = (self.main_landmarks, self.main_iterations)
         return setting.method != "nystrom" or (setting.num_landmarks, setting.pinv_iterations) == wanted
 
     def main_setting(self, settings: Sequence[Setting]) -> Setting:
-        """At the greatest length the model's own setting, or the middle one of those that were tried."""
+        """The model's own setting at the greatest length; without one, the middle one of those that were tried."""
         length = max(setting.length for setting in settings)
         return next(setting for setting in settings if setting.length == length and self.is_main(setting))
 
@@ -202,7 +203,7 @@ class _Row:
     def approximation(self, setting: Setting, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The map (H, R, N) and the output (H, R, D)."""
         if self.attention.own is not None:
-            # There, the valid tokens come first in each row.
+            # In these models, the valid tokens come first in each row.
             own_map, output = self.attention.own(rows)
             return own_map[self.row, :, :, : self.length].to(self.query.dtype), output[self.row].to(self.query.dtype)
         iterations = setting.pinv_iterations or 0

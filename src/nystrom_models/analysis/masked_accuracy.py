@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well a model still predicts masked tokens when its attention goes through fewer landmarks."""
+"""How well a model predicts masked tokens when its attention is replaced by Nyström attention."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ from .substitution import attending_by, key_mask
 
 @contextmanager
 def attending_through(model: PreTrainedModel, num_landmarks: int | None, pinv_iterations: int = 6) -> Iterator[None]:
-    """The model with Nyström attention of so many landmarks, or exact attention for None, in all layers that can have
-    it (see `visit_attention`).
+    """The model with Nyström attention with `num_landmarks` landmarks, or exact attention for None, in all layers that
+    can have it (see `visit_attention`).
 
     Raises:
         ValueError: for a model of this package that has no landmarks.
@@ -29,7 +29,7 @@ def attending_through(model: PreTrainedModel, num_landmarks: int | None, pinv_it
     if isinstance(model, BasePreTrainedModel):
         config = model.config
         if not isinstance(config, NystromformerConfig):
-            raise ValueError(f"{type(model).__name__} attends in a way of its own, without landmarks.")
+            raise ValueError(f"{type(model).__name__} has no landmarks: give a Nyströmformer or a model with softmax.")
         before = config.num_landmarks, config.pinv_iterations
         config.num_landmarks, config.pinv_iterations = num_landmarks, pinv_iterations
         try:
@@ -69,16 +69,16 @@ def masked_accuracy(
     mlm_probability: float = 0.15,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """The share of masked tokens that a model finds, for each number of landmarks; None is exact attention.
+    """The accuracy of a model on masked tokens, for each number of landmarks; None is exact attention.
 
-    All numbers see the same masks: each token but the special ones is replaced by the mask with `mlm_probability`.
+    The masks are the same for all numbers: each token except special ones is masked with `mlm_probability`.
 
     Args:
         model: with a masked language modelling head.
-        rows: what it is called with, `input_ids` (1, N), a row each.
+        rows: the arguments of each call, `input_ids` (1, N).
 
-    Returns: for each number num_landmarks, mlm_accuracy, its standard_error, mlm_loss (in nats) and tokens, the count
-    of masked tokens.
+    Returns: for each number, a dictionary of num_landmarks, mlm_accuracy, its standard_error, mlm_loss (in nats) and
+    tokens, the number of masked tokens.
 
     Raises:
         ValueError: if no token was masked, or the model has no landmarks.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near an approximation of attention comes: tensors in, tensors out.
+"""The error of an approximation of attention: tensors in, tensors out.
 
 Legend: H heads, N tokens, R chosen rows, D head size, M landmarks, m = min(M, N). All tokens are valid.
 
-The relative error of an approximation X̂ of X, a map or an output, is that of Frobenius' norm,
+The relative error of an approximation X̂ of X, a map or an output, is that of the Frobenius norm,
 
     ‖X̂ - X‖ / ‖X‖ = √(Σ (x̂ - x)² / Σ x²),
 
-0 where both are the same, 1 for X̂ = 0. Over several heads, rows or texts, both sums go over all of them.
+0 if both are equal, 1 for X̂ = 0. Over several heads, rows or texts, both sums are taken over all of them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def exact_map(
 ) -> Tensor:
     """softmax(q kᵀ · scaling), (H, R, N), of the queries of `rows` (R,) int64, or of all.
 
-    query, key: (H, N, D). scaling: 1 / √D by default. is_causal: to tokens up to itself alone.
+    query, key: (H, N, D). scaling: 1 / √D by default. is_causal: whether a query sees only itself and previous tokens.
     """
     return softmax_attention_map(query[None], key[None], causal=is_causal, rows=rows, scaling=scaling)[0]
 
@@ -55,7 +55,7 @@ def squared_sums(approximation: Tensor, exact: Tensor) -> Tensor:
 
 
 def relative_error(sums: Tensor) -> Tensor:
-    """√(Σ (x̂ - x)² / Σ x²) of sums (..., 2)."""
+    """√(Σ (x̂ - x)² / Σ x²) from sums (..., 2)."""
     return (sums[..., 0] / sums[..., 1].clamp_min(torch.finfo(sums.dtype).tiny)).sqrt()
 
 
@@ -78,15 +78,15 @@ def singular_values(attention_map: Tensor) -> Tensor:
 
 
 def cumulative_share(values: Tensor) -> Tensor:
-    """Σ_(i <= k) σ_i / Σ_i σ_i for k = 1, 2, ...: what figure 1 of arXiv:2006.04768 draws. (..., n) -> (..., n)."""
+    """Σ_(i <= k) σ_i / Σ_i σ_i for k = 1, 2, ..., as in figure 1 of arXiv:2006.04768. (..., n) -> (..., n)."""
     return values.cumsum(dim=-1) / values.sum(dim=-1, keepdim=True)
 
 
 def squared_tails(values: Tensor) -> Tensor:
     """Σ_(i > k) σ_i² for k = 0 to n, (..., n) -> (..., n + 1) float64.
 
-    √(tail_k / tail_0) is the relative error of the best map of rank k (Eckart and Young 1936), below which no
-    projection to k slots comes.
+    √(tail_k / tail_0) is the relative error of the best map of rank k (Eckart and Young 1936). No projection to k
+    slots has a smaller error.
     """
     squares = values.double().square()
     tails = squares.flip(-1).cumsum(-1).flip(-1)
@@ -94,16 +94,16 @@ def squared_tails(values: Tensor) -> Tensor:
 
 
 def smallest_rank(tails: Tensor, error: float) -> int:
-    """The least k >= 1 with √(tail_k / tail_0) <= error, of tails (n + 1,)."""
+    """The smallest k >= 1 with √(tail_k / tail_0) <= error, from tails (n + 1,)."""
     enough = (tails <= error**2 * tails[0]).nonzero()
     return max(1, int(enough[0]))
 
 
 def smallest_sufficient(errors: Sequence[tuple[int, float]], error: float, exact: int) -> int:
-    """The least number from which on all numbers that were tried come within the error; `exact`, which makes none,
-    where none does.
+    """The smallest number such that it and all larger ones that were tried stay within the error; `exact`, whose error
+    is 0, if there is none.
 
-    errors: a number, of landmarks for instance, and its error; in any order.
+    errors: pairs of a number, for instance of landmarks, and its error, in any order.
     """
     found = exact
     for number, measured in sorted(errors, reverse=True):

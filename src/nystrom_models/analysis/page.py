@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An `Inspection` as one HTML page that needs nothing else: tables that sort, pictures as SVG."""
+"""An `Inspection` as one self-contained HTML page: sortable tables, pictures as SVG."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ def page(inspection: Inspection, content: Mapping[str, Any], error: float) -> st
     """The page.
 
     Args:
-        content: what `report.content` made, for its model, command, versions and token.
-        error: the relative error that `needed` numbers are for.
+        content: the result of `report.content`, of which the page uses model, command, versions and token.
+        error: the relative error for which the needed numbers are shown.
     """
     name = content["model"]["name"]
     parts = [f"<h1>Attention of {_text(name)}</h1>", f"<p>{_summary(inspection, content)}</p>"]
@@ -44,11 +44,11 @@ def page(inspection: Inspection, content: Mapping[str, Any], error: float) -> st
 
 
 _METHOD = (
-    "Every layer is measured on what it gets in the model as it is. The relative error of an approximation X̂ of X, a "
-    "map or an output of attention, is √(Σ (x̂ − x)² / Σ x²) over all entries, heads and texts that a number stands "
-    "for; exact softmax attention is X. The residual is ‖A Z A − A‖ / ‖A‖ of the landmarks' attention A and its "
-    "iterative pseudo-inverse Z. Convolutions are left out. A rank needed is the least k for which the best map of "
-    "rank k comes within the error (Eckart and Young): fewer slots than that cannot."
+    "Every layer is measured on its inputs in the unchanged model. The relative error of an approximation X̂ of X, a "
+    "map or an output of exact softmax attention, is √(Σ (x̂ − x)² / Σ x²), over all entries, and over all heads and "
+    "texts that a figure covers. The residual is ‖A Z A − A‖ / ‖A‖ of the landmarks' attention A and its iterative "
+    "pseudo-inverse Z. Convolutions are left out. The rank needed is the smallest k for which the best map of rank k "
+    "stays within the error (Eckart and Young): fewer slots cannot."
 )
 
 
@@ -57,7 +57,7 @@ def _summary(inspection: Inspection, content: Mapping[str, Any]) -> str:
     own = {"linformer": "the model's own projections", "linear": "the model's own kernel"}
     what = own.get(main.method, "Nyström attention")
     return _text(
-        f"{what[0].upper()}{what[1:]} beside exact softmax attention in {len(inspection.layers)} layers of a "
+        f"{what[0].upper()}{what[1:]} compared with exact softmax attention in {len(inspection.layers)} layers of a "
         f"{content['model']['model_type']}, on {content['settings']['texts']} texts; {describe(main)}. The output "
         f"differs by {inspection.model_error(main):.1%}, the map by {inspection.model_error(main, 'map'):.1%}, the "
         "mean over layers."
@@ -65,7 +65,7 @@ def _summary(inspection: Inspection, content: Mapping[str, Any]) -> str:
 
 
 def _configuration(inspection: Inspection, error: float) -> str:
-    """What a given error needs, as lines of a configuration."""
+    """The numbers that a given error needs, as lines of a configuration."""
     lines = []
     landmarks, ranks = inspection.landmarks_needed(error), inspection.ranks_needed(error)
     if landmarks["by_layer"]:
@@ -73,15 +73,15 @@ def _configuration(inspection: Inspection, error: float) -> str:
     if ranks["by_layer"]:
         lines += [f"projected_dim={ranks['by_layer']}", f"projected_dim={ranks['by_head']}"]
     text = (
-        f"Landmarks by layer, for the output at {inspection.main.length:,} tokens; where no number that was tried is "
-        "enough, all tokens, which is exact attention. "
+        f"Landmarks by layer, for the output at {inspection.main.length:,} tokens. If no number that was tried is "
+        "enough, it is the number of tokens: exact attention. "
         if landmarks["by_layer"]
         else ""
     )
     if ranks["by_layer"]:
         text += (
-            f"The rank of the maps by layer and by head, at {inspection.spectrum_length:,} tokens: fewer slots of a "
-            "Linformer come no nearer."
+            f"The rank of the maps by layer and by head, at {inspection.spectrum_length:,} tokens: a Linformer with "
+            "fewer slots has a larger error."
         )
     return f"<h2>What an error of {error:g} needs</h2><p>{_text(text)}</p><pre>{_text(chr(10).join(lines))}</pre>"
 
@@ -145,7 +145,7 @@ def _setting_rows(inspection: Inspection) -> list[Row]:
 
 
 def _token(token: Mapping[str, Any]) -> list[str]:
-    """What the chosen token attends to, the mean over heads."""
+    """What the chosen token attends to, as the mean over heads."""
     rows = []
     for layer in token["layers"]:
         for rank, (exact, near) in enumerate(zip(layer["exact"], layer["approximated"], strict=True), start=1):
@@ -160,14 +160,12 @@ def _token(token: Mapping[str, Any]) -> list[str]:
                 }
             )
     heading = f"What token {token['index']}, {token['token']}, attends to"
-    text = (
-        f"The largest weights of a row of {token['length']:,} tokens, the mean over heads; in brackets their places."
-    )
+    text = f"The largest weights in a row of {token['length']:,} tokens, the mean over heads; positions in brackets."
     return [f"<h2>{_text(heading)}</h2>", f"<p>{_text(text)}</p>", _table(rows)]
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """A table that sorts by a click on the head of a column."""
+    """A table that is sorted by a click on the head of a column."""
     names = list(rows[0])
     kinds = [' class="text"' if isinstance(value, str) else "" for value in rows[0].values()]
     head = "".join(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .results import Inspection
 
-# Grows with every change after which a program that reads the file might fail.
+# Increased with every change that may break a program that reads the file.
 SCHEMA_VERSION = 1
-# Tokens that a token attends to most, in reports.
+# Number of tokens that reports show for a chosen token: those with the largest weights.
 MOST = 10
 
 
@@ -27,13 +27,13 @@ def content(
     versions: Mapping[str, str],
     token: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All of inspection.json.
+    """The content of inspection.json.
 
     - schema_version, command, versions, model (name, model_type) and settings, as given.
     - layers: layer (its number), name, num_heads. skipped_layers: name, reason.
     - main_setting: length, method, num_landmarks, pinv_iterations.
-    - errors: for each layer and setting output_error and map_error, of all heads and by head, and
-      pinv_residual_by_head, null where nothing is inverted.
+    - errors: for each layer and setting output_error and map_error, over all heads and by head, and
+      pinv_residual_by_head, null where there is no pseudo-inverse.
     - mlm: for each number of landmarks (null: exact) the accuracy of masked tokens; null if it was not measured.
     - spectra: for each layer the normalised cumulative singular values by head.
     - needed: for the relative error `error` num_landmarks and projected_dim, by_layer and by_head, at a length.
@@ -51,11 +51,11 @@ def content(
 
 
 def attended(inspection: Inspection, token: int, ids: Tensor, name_of: Callable[[int], str]) -> dict[str, Any]:
-    """What a token attends to most: of each layer the mean over heads, exactly and with the main setting.
+    """What a token attends to most in each layer, as the mean over heads, exactly and with the main setting.
 
     Args:
-        token: its place in the row, counted from 0, or from the end if negative.
-        ids: (N,) of the row. name_of: the name of an id.
+        token: its position in the row, counted from 0, or from the end if negative.
+        ids: (N,), the ids of the row. name_of: gives the name of an id.
     """
 
     def most(weights: Tensor) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def attended(inspection: Inspection, token: int, ids: Tensor, name_of: Callable[
 
 
 def write_report(inspection: Inspection, content: Mapping[str, Any], output_dir: str | os.PathLike) -> list[Path]:
-    """Writes inspection.json, inspection.html and the pictures; their paths, the page first.
+    """Writes inspection.json, inspection.html and the pictures; returns their paths, the page first.
 
     Raises:
         ImportError: if matplotlib is not installed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of a model's attention, and what follows from it.
+"""The measurements of a model's attention, and figures derived from them.
 
 Legend: H heads, N tokens, P pixels along a side of a picture.
 """
@@ -14,7 +14,7 @@ from .measures import relative_error, smallest_rank, smallest_sufficient
 
 
 class Setting(NamedTuple):
-    """What a layer was approximated with. `num_landmarks` and `pinv_iterations` are None but for "nystrom"."""
+    """How a layer was approximated. `num_landmarks` and `pinv_iterations` are None except for "nystrom"."""
 
     length: int
     method: str
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 @dataclass
 class Sums:
-    """(H, 2) each, `squared_sums` over texts; the residuals of the pseudo-inverse, (H,), one a text."""
+    """`squared_sums` of maps and outputs over texts, (H, 2) each; residuals of the pseudo-inverse, (H,) per text."""
 
     map: Tensor
     output: Tensor
@@ -38,7 +38,7 @@ class Sums:
 
 @dataclass
 class Spectrum:
-    """Of the true maps of a layer: `cumulative_share` (H, n), summed over texts, their number; `squared_tails`."""
+    """Of the exact maps of a layer: `cumulative_share` (H, n) and `squared_tails`, summed over texts; their number."""
 
     length: int
     share: Tensor
@@ -53,10 +53,10 @@ class Spectrum:
 
 @dataclass
 class Layer:
-    """What was measured of a layer.
+    """The measurements of a layer.
 
-    errors: sums by setting. spectrum: of the true maps. pictures: (2, H, P, P), true and approximated maps of a text.
-    token: what the chosen token attends to, (2, H, N), exactly and approximated.
+    errors: sums by setting. spectrum: that of the exact maps. pictures: (2, H, P, P), the exact and the approximated
+    maps of a text. token: what the chosen token attends to, (2, H, N), exactly and approximated.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Layer:
             self.errors[setting] = sums
 
     def add_spectrum(self, spectrum: Spectrum) -> None:
-        """Of the greatest length alone."""
+        """Adds the spectrum of a text; only spectra of the greatest length are kept."""
         if self.spectrum is None or self.spectrum.length < spectrum.length:
             self.spectrum = spectrum
         else:
@@ -85,9 +85,9 @@ class Layer:
 class Inspection:
     """What `inspect_attention` measured.
 
-    layers: by their place among the attention layers. settings: all that were measured. main: the one that pictures
-    and tables show first. skipped: layers that were left out, with the reason. mlm: what `masked_accuracy` gave for
-    rows of the main setting's length, if it was asked.
+    layers: by their number among the attention layers. settings: all that were measured. main: the one that pictures
+    and tables show first. skipped: layers that were left out, with the reason. mlm: the result of `masked_accuracy`
+    for rows of the main setting's length, if it was computed.
     """
 
     layers: dict[int, Layer]
@@ -99,24 +99,24 @@ class Inspection:
     # ---- errors ----
 
     def map_error(self, layer: int, setting: Setting) -> Tensor:
-        """(H,): of each head's map."""
+        """(H,), the relative error of each head's map."""
         return relative_error(self.layers[layer].errors[setting].map)
 
     def output_error(self, layer: int, setting: Setting) -> Tensor:
-        """(H,): of each head's output."""
+        """(H,), the relative error of each head's output."""
         return relative_error(self.layers[layer].errors[setting].output)
 
     def residual(self, layer: int, setting: Setting) -> Tensor | None:
-        """(H,): of the pseudo-inverse, the mean over texts; None where there is none, in exact attention."""
+        """(H,), the residual of the pseudo-inverse, the mean over texts; None for exact attention."""
         residuals = self.layers[layer].errors[setting].residuals
         return torch.stack(residuals).mean(dim=0) if residuals else None
 
     def layer_error(self, layer: int, setting: Setting, of: str = "output") -> float:
-        """Of all heads together; of: "output" or "map"."""
+        """The relative error over all heads; of: "output" or "map"."""
         return relative_error(getattr(self.layers[layer].errors[setting], of).sum(dim=0)).item()
 
     def model_error(self, setting: Setting, of: str = "output") -> float:
-        """The mean over layers."""
+        """The mean of the layers' relative errors."""
         return sum(self.layer_error(layer, setting, of) for layer in self.layers) / len(self.layers)
 
     # ---- what a given error needs ----
@@ -124,11 +124,11 @@ class Inspection:
     def landmarks_needed(self, error: float) -> dict[str, list]:
         """How many landmarks keep the relative error of the output within `error`, at the greatest length measured.
 
-        Of the numbers that were tried, the least from which on all are good enough; the length itself, which is exact
-        attention, if none is.
+        It is the smallest number such that it and all larger ones that were tried are enough; if none is, the length,
+        which gives exact attention.
 
-        Returns: "by_layer", a list with a number a layer, and "by_head", one with a list a layer. Empty lists where no
-        Nyström attention was measured.
+        Returns: "by_layer", a number for each layer, and "by_head", a list for each layer. Empty lists if no Nyström
+        attention was measured.
         """
         tried = [s for s in self.settings if s.method == "nystrom" and s.pinv_iterations == self.main.pinv_iterations]
         length = max((setting.length for setting in tried), default=0)
@@ -145,11 +145,11 @@ class Inspection:
         return needed
 
     def ranks_needed(self, error: float) -> dict[str, list]:
-        """The least k for which a map of rank k can come within a relative error of the true one: a lower bound for a
+        """The smallest k for which some map of rank k is within a relative error of the exact one: a lower bound for a
         Linformer's `projected_dim`, at the length of the spectrum.
 
-        Returns: "by_layer" and "by_head", as `landmarks_needed`; a layer's k is the same for all of its heads, and
-        the error then that of all heads together. Empty lists where no spectrum was measured.
+        Returns: "by_layer" and "by_head", as `landmarks_needed`; the k of a layer is the same for all of its heads,
+        and its error is taken over all heads. Empty lists if no spectrum was measured.
         """
         needed: dict[str, list] = {"by_layer": [], "by_head": []}
         for layer in self.layers.values():
@@ -160,7 +160,7 @@ class Inspection:
 
     @property
     def spectrum_length(self) -> int | None:
-        """Tokens of the rows whose singular values were measured; None where none were."""
+        """Length of the rows whose singular values were measured; None if none were."""
         return next((layer.spectrum.length for layer in self.layers.values() if layer.spectrum is not None), None)
 
     # ---- as plain data ----
@@ -210,5 +210,5 @@ class Inspection:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers with five significant digits, in lists of any depth."""
+    """Rounds numbers, in lists of any depth, to five significant digits."""
     return [_rounded(item) for item in value] if isinstance(value, list) else float(f"{value:.5g}")

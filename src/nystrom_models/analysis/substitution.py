@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of ours in place of the attention of a model of Transformers, for some time.
+"""Temporarily replaces the attention of a model of Transformers by another function.
 
 Legend: B batch, H heads, N tokens, D head size.
 """
@@ -18,7 +18,7 @@ from ..interface.attention import CHANGES
 from ..interface.masks import ADDED_SCORES, BY_PAIR, key_mask_of
 
 _numbers = itertools.count()
-# What is advice where a model is to be changed is a reason here.
+# Errors whose advice does not apply here, and the reasons that are given instead.
 _REASONS = {
     BY_PAIR: "its mask differs between tokens or heads",
     ADDED_SCORES: "a bias is added to its scores",
@@ -27,12 +27,13 @@ _REASONS = {
 
 @contextmanager
 def attending_by(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
-    """All attention of the model that goes through `AttentionInterface` is computed by a function.
+    """Within the context, all attention of the model that goes through `AttentionInterface` is computed by
+    `attention`.
 
-    It is registered under a name of its own, with the masks of "sdpa", and all parts of the model get this name.
-    Afterwards everything is as it was.
+    The function is registered under a unique name, with the masks of "sdpa", and all parts of the model get this name.
+    Afterwards all is restored.
 
-    attention: with the arguments of `sdpa_attention_forward`.
+    attention: a function with the arguments of `sdpa_attention_forward`.
     """
     name = f"nystrom_models_analysis_{next(_numbers)}"
     found = (getattr(module, "config", None) for module in model.modules())
@@ -42,7 +43,7 @@ def attending_by(model: PreTrainedModel, attention: Callable[..., Any]) -> Itera
     AttentionMaskInterface.register(name, sdpa_mask)
     try:
         for config, _ in before:
-            # By its own setter, a configuration would hand the name on to parts that another model may share.
+            # The setter of a configuration would also set the name of its parts, which another model may share.
             config._attn_implementation_internal = name
         yield
     finally:
@@ -59,7 +60,7 @@ def key_mask(
     if query.shape[2] != key.shape[2]:
         return None, "it attends to other tokens than its own (cross-attention)"
     causal = options.get("is_causal")
-    # As "sdpa" decides.
+    # The same rule as in "sdpa".
     if (getattr(module, "is_causal", mask is None) if causal is None else causal) and query.shape[2] > 1:
         return None, "it is causal"
     if options.get("sliding_window") is not None:
@@ -70,7 +71,7 @@ def key_mask(
     if mask is None:
         return None, None
     try:
-        # On a GPU, what is wrong with a mask would end the program.
+        # On the CPU, because on a GPU a failed check of the mask would end the program.
         keys = key_mask_of(mask.cpu(), query.shape[0], query.shape[2], key.shape[2])
     except ValueError as error:
         return None, _REASONS.get(str(error), str(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens from texts, each of exactly the length that is wanted."""
+"""Rows of tokens from texts, all of exactly the same length."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,14 +12,14 @@ from ..models.modeling_base import BasePreTrainedModel
 
 
 def longest_row(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that model and tokenizer take, special tokens included."""
+    """The greatest length that both model and tokenizer take, special tokens included."""
     limits = [tokenizer.model_max_length]
     if (length := getattr(model.config, "max_position_embeddings", None)) is not None:
         limits.append(length)
     if not isinstance(model, BasePreTrainedModel):
         for name, module in model.named_modules():
             if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-                # RoBERTa's positions start behind that of padding.
+                # RoBERTa's positions start after that of padding.
                 unused = 0 if module.padding_idx is None else module.padding_idx + 1
                 limits.append(module.num_embeddings - unused)
     return min(limits)
@@ -28,16 +28,16 @@ def longest_row(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> i
 def token_rows(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, count: int
 ) -> list[dict[str, Tensor]]:
-    """What to call a model with: `count` rows of `length` tokens, one a call, from the beginnings of texts.
+    """Arguments of model calls: `count` rows of `length` tokens from the beginnings of texts, one row for each call.
 
-    Texts that are long enough give a row each; shorter ones are joined with those that follow them.
+    Texts that are long enough give a row each; shorter ones are joined with the next ones.
 
     Raises:
-        ValueError: if the texts do not fill one row, or there is no room beside the special tokens.
+        ValueError: if the texts do not fill one row, or a row has room only for the special tokens.
     """
     room = length - tokenizer.num_special_tokens_to_add()
     if room < 1:
-        raise ValueError(f"A row of {length} tokens has no room for text beside the special tokens.")
+        raise ValueError(f"A row of {length} tokens has room only for the special tokens.")
     before, after = Template(tokenizer, num_texts=1).special
     pieces = _pieces(texts, tokenizer, room, count)
     rows = [{"input_ids": torch.tensor([[*before, *piece, *after]])} for piece in pieces]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print a script by which a shell completes this command.
+"""Print a shell script that completes this command.
 
 For bash, once: nystrom-models completion bash > ~/.local/share/bash-completion/completions/nystrom-models
-For zsh, into a folder of $fpath: nystrom-models completion zsh > FOLDER/_nystrom-models
+For zsh, in a folder of $fpath: nystrom-models completion zsh > FOLDER/_nystrom-models
 """
 
 import argparse
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     try:
-        # A script that is printed once completes at once; asking the program would import PyTorch at each Tab.
+        # A script completes without delay; a call of the program would import PyTorch at each Tab.
         import shtab
     except ImportError as error:
         raise ImportError("completion needs shtab: pip install 'nystrom-models[cli]'.") from error

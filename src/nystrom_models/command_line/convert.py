@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a linear-time model of a trained encoder, and say what came from where.
+"""Convert a trained encoder to a linear-time model, and report where each weight comes from.
 
 SOURCE is a checkpoint of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA, ALBERT or of a family of this
-package. OUT gets the model, the tokenizer and conversion_report.json. Fields that are not given are the source's.
+package. The model, the tokenizer and conversion_report.json are written to OUT. Fields of the configuration that no
+flag sets are taken from the source.
 """
 
 import argparse
@@ -42,34 +43,37 @@ def feature_map(text: str) -> str | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="A folder or a name on the Hub.")
     parser.add_argument("out", metavar="OUT", help="A folder that is new or empty.")
-    parser.add_argument("--family", choices=FAMILY_NAMES, default=FAMILY_NAMES[0], help="What to make (%(default)s).")
+    parser.add_argument(
+        "--family", choices=FAMILY_NAMES, default=FAMILY_NAMES[0], help="The family to convert to (%(default)s)."
+    )
     parser.add_argument("--max_length", type=int, metavar="N", help="Tokens of the longest sequence.")
     parser.add_argument(
         "--num_landmarks",
         type=by_layer,
         metavar="M",
         default=argparse.SUPPRESS,
-        help="Landmarks of a Nyströmformer; with commas, for each layer; none for softmax attention.",
+        help="Landmarks of a Nyströmformer: one number, one for each layer (with commas), or none for softmax "
+        "attention.",
     )
     parser.add_argument(
         "--conv_kernel_size",
         type=number_or_none,
         metavar="S",
         default=argparse.SUPPRESS,
-        help="Kernel of the convolution of the values, odd; none for no convolution.",
+        help="Kernel size of the convolution of the values, odd; none for no convolution.",
     )
     parser.add_argument(
         "--projected_dim",
         type=by_layer,
         metavar="K",
         default=argparse.SUPPRESS,
-        help="Slots of a Linformer; with commas, for each layer; lists in JSON, for each head.",
+        help="Slots of a Linformer: one number, one for each layer (with commas), or one for each head (JSON lists).",
     )
     parser.add_argument(
         "--share_projection",
         choices=SHARING_MODES,
         default=argparse.SUPPRESS,
-        help="Which projections of a Linformer are one.",
+        help="Which projections of a Linformer are shared.",
     )
     parser.add_argument(
         "--feature_map",
@@ -77,16 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*FEATURE_MAPS, None),
         metavar="{elu,relu,hedgehog,none}",
         default=argparse.SUPPRESS,
-        help="Of a linear transformer; hedgehog is learned, and the default here; none for softmax attention.",
+        help="Feature map of a linear transformer: hedgehog is learned, and the default; none for softmax attention.",
     )
     parser.add_argument(
-        "--head", choices=HEADS, metavar="HEAD", help=f"The class to make, if not the source's: {', '.join(HEADS)}."
+        "--head", choices=HEADS, metavar="HEAD", help=f"Head of the model (the source's): {', '.join(HEADS)}."
     )
     parser.add_argument(
         "--positions",
         choices=METHODS,
         default=METHODS[0],
-        help="How there come to be more positions (%(default)s).",
+        help="How to make more positions than the source has (%(default)s).",
     )
     parser.add_argument(
         "--sample_file",
@@ -94,9 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Text (UTF-8) to start projections and feature maps from, and to measure differences on.",
     )
     parser.add_argument(
-        "--matching_steps", type=int, metavar="STEPS", help="Steps in which each layer's feature map is matched."
+        "--matching_steps", type=int, metavar="STEPS", help="Training steps for each layer's feature map."
     )
-    parser.add_argument("--revision", metavar="REVISION", help="Of a source on the Hub: branch, tag or commit.")
+    parser.add_argument("--revision", metavar="REVISION", help="Branch, tag or commit of a source on the Hub.")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -111,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = converted_config(source_config, arguments.family, **overrides)
     matching = None if arguments.matching_steps is None else Matching(steps=arguments.matching_steps)
     sample = None if arguments.sample_file is None else read_texts(arguments.sample_file)
-    # What it would warn of is in the report.
+    # The report, which is printed, contains all warnings.
     logger = logging.getLogger("nystrom_models.conversion")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -134,7 +138,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str) -> list[str]:
-    """The paragraphs of a text file, which are divided by empty lines.
+    """The paragraphs of a text file, which are separated by empty lines.
 
     Raises:
         ValueError: if it is not UTF-8.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print versions and hardware, for a bug report.
 
-It prints no paths, names of users or machines, and asks no network.
+It prints no paths and no names of users or machines, and does not use the network.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def environment() -> dict[str, str]:
-    """What a fault may depend on, by name: this package, Python, packages, system, processor, GPUs, kernels."""
+    """What a bug may depend on, by name: this package, Python, packages, system, processor, GPUs, kernels."""
     import torch
 
     from .. import __version__
@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
 
 
 def _accelerators() -> dict[str, str]:
-    """Each GPU by its number, or what else there is."""
+    """Each GPU by its number, or another accelerator, or none."""
     import torch
 
     if torch.cuda.is_available():

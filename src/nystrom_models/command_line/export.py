@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a model of this package as an ONNX file, which runs without PyTorch.
 
-Writes model.onnx, for every batch size and length, beside the configuration and the tokenizer. Its results are
-compared with the model's before the command ends.
+Writes model.onnx, for every batch size and length, with the configuration and the tokenizer. The results of the file
+are compared with those of the model.
 
     nystrom-models export outputs/classifier outputs/onnx --quantize
 """
@@ -19,16 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="What the model is for, as feature-extraction, fill-mask or text-classification (default: what it was "
         "saved for).",
     )
-    parser.add_argument("--tokenizer_name", help="Another tokenizer than the model's.")
+    parser.add_argument("--tokenizer_name", help="Tokenizer, if not the model's.")
     parser.add_argument(
         "--opset_version", type=int, default=20, help="Version of ONNX's operators, 18 to 22 (default: 20)."
     )
-    parser.add_argument(
-        "--quantize", action="store_true", help="Also write model_quantized.onnx, with weights of 8 bits."
-    )
-    parser.add_argument(
-        "--overwrite_output_dir", action="store_true", help="Write over a model.onnx that is there already."
-    )
+    parser.add_argument("--quantize", action="store_true", help="Also write model_quantized.onnx, with 8-bit weights.")
+    parser.add_argument("--overwrite_output_dir", action="store_true", help="Overwrite an existing model.onnx.")
 
 
 def run(arguments: argparse.Namespace) -> None:

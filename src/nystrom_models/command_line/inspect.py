@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how near linear attention comes to a model's exact attention, by layer and head.
+"""Measure the error of linear attention against a model's exact attention, by layer and head.
 
-Takes models of this package and any encoder of Transformers, and a text of yours. Writes a page with tables and
-pictures, inspection.html; the same as data, inspection.json; and the pictures as PNG.
+Takes a model of this package or any encoder of Transformers, and a text file. Writes a page with tables and pictures,
+inspection.html; the same as data, inspection.json; and the pictures as PNG.
 
     nystrom-models inspect google-bert/bert-base-uncased --text_file articles.txt --output_dir outputs/inspection
 """
@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Text to measure on: .txt with empty lines between documents, .json, .jsonl, .csv, .tsv or .parquet, "
         "each also .gz.",
     )
-    parser.add_argument("--output_dir", required=True, help="Everything is written here.")
+    parser.add_argument("--output_dir", required=True, help="Folder to write to.")
     parser.add_argument("--text_column_name", default="text", help="Column of the text (default: text).")
-    parser.add_argument("--tokenizer_name", help="Another tokenizer than the model's.")
+    parser.add_argument("--tokenizer_name", help="Tokenizer, if not the model's.")
     parser.add_argument(
         "--num_landmarks",
         type=int,
         nargs="+",
-        help="Numbers of landmarks to try (default: 16 32 64 128 256). A Nyströmformer's own is tried in any case.",
+        help="Numbers of landmarks to try (default: 16 32 64 128 256). A Nyströmformer's own is always tried.",
     )
     parser.add_argument(
         "--pinv_iterations", type=int, nargs="+", default=[6], help="Steps of the pseudo-inverse to try (default: 6)."
@@ -49,33 +49,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=int,
         nargs="+",
-        help=f"Tokens of a row, special tokens included (default: {DEFAULT_LENGTH}, or what the model takes).",
+        help=f"Lengths of rows in tokens, special tokens included (default: {DEFAULT_LENGTH}, or the most that the "
+        "model takes).",
     )
     parser.add_argument("--max_samples", type=int, default=4, help="Texts to measure at each length (default: 4).")
     parser.add_argument(
         "--max_rows",
         type=int,
         default=512,
-        help="Rows of each map to measure; of longer texts, so many tokens are drawn. Singular values are those of "
-        "texts of at most so many tokens (default: 512).",
+        help="Rows of each map to measure; of longer maps, this many are drawn at random. Singular values are "
+        "measured on texts of at most this many tokens (default: 512).",
     )
     parser.add_argument(
         "--error",
         type=float,
         default=0.1,
-        help="Say how many landmarks, or what rank, this error needs (default: 0.1).",
+        help="Report how many landmarks, or what rank, this relative error needs (default: 0.1).",
     )
     parser.add_argument("--layers", type=int, nargs="+", help="Attention layers to measure, from 0 (default: all).")
     parser.add_argument(
-        "--token", type=int, help="Show what the token at this place attends to, from 0; -1 is the last."
+        "--token", type=int, help="Show what the token at this position attends to, from 0; -1 is the last."
     )
     parser.add_argument(
         "--mlm_accuracy",
         action="store_true",
-        help="Also mask tokens, and measure how many the model finds with each number of landmarks. For more certain "
-        "figures, raise --max_samples.",
+        help="Also measure the accuracy on masked tokens with each number of landmarks. A larger --max_samples makes "
+        "it more precise.",
     )
-    parser.add_argument("--device", help="Where to compute, such as cuda or cpu (default: cuda where there is one).")
+    parser.add_argument("--device", help="Device, such as cuda or cpu (default: cuda if available).")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the rows that are drawn (default: 0).")
 
 
@@ -152,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _device(name: str | None) -> torch.device:
-    """The device, tried out."""
+    """The device, after a first tensor on it."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
@@ -168,7 +169,7 @@ def _on(device: torch.device, call: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _column(documents: Any, name: str) -> Sequence[str]:
     if name not in documents.column_names:
         raise ValueError(
-            f"--text_column_name {name} is no column of --text_file, which has {', '.join(documents.column_names)}."
+            f"--text_column_name {name} is not a column of --text_file, which has {', '.join(documents.column_names)}."
         )
     return documents[name]
 
@@ -176,16 +177,16 @@ def _column(documents: Any, name: str) -> Sequence[str]:
 def _model(
     arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model, with its head if masked tokens are to be predicted, and its encoder; in float32, so that what is
-    measured is the approximation and not the rounding."""
+    """The model, with its head if masked tokens are to be predicted, and its encoder; in float32, so that the error of
+    the approximation is measured and not that of rounding."""
     model_class = AutoModelForMaskedLM if arguments.mlm_accuracy else AutoModel
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # of heads that are left out, it would report each weight
+    logging.set_verbosity_error()  # it would report each weight of heads that are not loaded
     try:
         whole = load_complete(
             model_class,
             arguments.checkpoint,
-            "give a whole checkpoint, and one with a masked language modelling head for --mlm_accuracy.",
+            "give a complete checkpoint, and one with a masked language modelling head for --mlm_accuracy.",
         ).to(device)
     finally:
         logging.set_verbosity(verbosity)
@@ -193,31 +194,31 @@ def _model(
         if tokenizer.mask_token_id is None or whole.config.is_encoder_decoder:
             raise ValueError("--mlm_accuracy needs an encoder, and a tokenizer with a mask token.")
         if isinstance(whole, BasePreTrainedModel) and not isinstance(whole.config, NystromformerConfig):
-            raise ValueError(
-                f"--mlm_accuracy is for attention through landmarks, and {type(whole).__name__} has none."
-            )
+            raise ValueError(f"--mlm_accuracy measures attention with landmarks, and {type(whole).__name__} has none.")
     return whole, whole.get_encoder() if whole.config.is_encoder_decoder else whole.base_model
 
 
 def _calls(
     arguments: argparse.Namespace, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[dict[str, Tensor]]:
-    """What the model, which takes `limit` tokens, is called with: rows of every length, the longest last."""
+    """The inputs of the model, which takes `limit` tokens: rows of every length, the longest last."""
     from ..analysis.texts import token_rows
 
     lengths = sorted(set(arguments.lengths or [min(DEFAULT_LENGTH, limit)]))
     if lengths[-1] > limit:
-        raise ValueError(f"--lengths names {lengths[-1]}, but the model takes {limit} tokens.")
+        raise ValueError(f"--lengths has {lengths[-1]}, but the model takes at most {limit} tokens.")
     if arguments.token is not None and not -lengths[-1] <= arguments.token < lengths[-1]:
         raise ValueError(f"--token {arguments.token} is not in a row of {lengths[-1]} tokens.")
-    # The singular values, too, want a length.
+    # Singular values need a length of at most max_rows.
     wanted = lengths if lengths[0] <= arguments.max_rows else [arguments.max_rows, *lengths]
     calls = []
     for length in wanted:
         try:
             calls += token_rows(texts, tokenizer, length, arguments.max_samples)
         except ValueError as error:
-            raise ValueError(f"--lengths {length}: {error} Give shorter --lengths, or more in --text_file.") from error
+            raise ValueError(
+                f"--lengths {length}: {error} Give shorter --lengths, or more text in --text_file."
+            ) from error
     return calls
 
 
@@ -244,7 +245,7 @@ def _mlm_accuracy(
 
 
 def summary(found: dict) -> list[str]:
-    """The main figures: the errors of each layer, and what the wanted error needs."""
+    """The main figures: the errors of each layer, and the numbers that the given error needs."""
     main, needed = found["main_setting"], found["needed"]
     rows = [row for row in found["errors"] if all(row[name] == value for name, value in main.items())]
     lines = [", ".join(f"{name} {value}" for name, value in main.items() if value is not None)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command's parser, and what becomes of errors."""
+"""The command's parser, and how errors are shown."""
 
 import argparse
 import os
@@ -13,14 +13,14 @@ from .. import __version__
 from .registry import COMMANDS
 
 PROGRAM = "nystrom-models"
-# A value, a file or a package that the user can change; anything else is a fault of the program.
+# Errors of a value, a file or a package, which the user can correct; any other error is a bug.
 USER_ERRORS = (ValueError, OSError, ImportError, StrictDataclassError)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--traceback", action="store_true", help="Show where an error arose.")
+    common.add_argument("--traceback", action="store_true", help="Show the traceback of an error.")
     parser = argparse.ArgumentParser(PROGRAM, description="Linear-time attention for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
             description=text,
             parents=[common],
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # A flag that is added later must not change what an abbreviation means.
+            # A flag that is added later must not change the meaning of an abbreviation.
             allow_abbrev=False,
         )
         command.add_arguments(subparser)
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed = make_parser().parse_args(arguments)
-    # For results that say how they were made.
+    # For results that contain the command that made them.
     parsed.command_line = shlex.join([PROGRAM, *arguments])
     try:
         COMMANDS[parsed.command].run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Python would flush once more at its end, and complain.
+        # The reader, such as `head`, has closed the pipe. At exit, Python would flush again and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if parsed.traceback:
             raise
-        # Messages of Transformers take several lines.
+        # Messages of Transformers have several lines.
         print(f"{PROGRAM} {parsed.command}: {' '.join(str(error).split()) or repr(error)}", file=sys.stderr)
         return 1
     return 0

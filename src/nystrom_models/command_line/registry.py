@@ -8,7 +8,7 @@ from . import completion, convert, env, export, inspect
 
 
 class Command(Protocol):
-    """What the module of a subcommand offers. Its docstring is the help: the first line in lists, all of it with
+    """What the module of a subcommand contains. Its docstring is the help: the first line in lists, all of it with
     `--help`."""
 
     __doc__: str | None
@@ -17,7 +17,7 @@ class Command(Protocol):
         """Declares the flags."""
 
     def run(self, arguments: argparse.Namespace) -> None:
-        """Does it. ValueError, OSError and ImportError are the user's to mend, and shown in one line."""
+        """Executes it. ValueError, OSError and ImportError are errors that the user can correct, shown in one line."""
 
 
 COMMANDS: dict[str, Command] = {

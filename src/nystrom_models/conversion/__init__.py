@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the checkpoint of a trained encoder to a linear-time model."""
+"""Converts the checkpoint of a trained encoder to a linear-time model."""
 
 from .configurations import converted_config
 from .convert import convert, convert_checkpoint

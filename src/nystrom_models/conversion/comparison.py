@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted model beside its source: the largest difference of what they return, on short and long rows.
+"""Compares a converted model with its source: the largest difference of their outputs, on short and long rows.
 
 Legend: R rows, N tokens.
 """
@@ -14,10 +14,10 @@ from .reading import SourceModel
 from .report import ConversionReport, Difference
 from .sample import Sample
 
-# Rows of either length, and the longest that is compared.
+# Number of rows of each length, and the longest length that is compared.
 ROWS = 4
 LONGEST = 4096
-# What a short row is, for a model without landmarks.
+# The short length for a model without landmarks.
 SHORT = 64
 
 
@@ -30,7 +30,7 @@ def compared_lengths(model: PreTrainedModel, source: SourceModel) -> list[int]:
 
 
 def head_is_new(report: ConversionReport, model: PreTrainedModel) -> bool:
-    """Whether predictions come from weights that the source does not have; the order of sentences is none of them."""
+    """Whether predictions come from weights that the source does not have; the sentence order head does not count."""
     prefix = model.base_model_prefix + "."
     return any(not name.startswith(prefix) and "seq_relationship" not in name for name in report.new)
 
@@ -52,7 +52,7 @@ def _run(model: Any, inputs: Tensor) -> Any:
 def measure_differences(
     model: PreTrainedModel, source: SourceModel, sample: Sample, report: ConversionReport
 ) -> list[Difference]:
-    """The differences on rows of the sample. Where the head is new, those of the encoders' states."""
+    """The differences on rows of the sample: of the logits, or of the hidden states where the head is new."""
     of = "hidden states" if report.head == "Model" or head_is_new(report, model) else "logits"
     ours, theirs = (model, source.model) if of == "logits" else (model.base_model, source.model.base_model)
     found = []

@@ -13,7 +13,8 @@ from ..models.embeddings import is_sinusoidal
 from ..registration import FAMILIES
 from .sources import source_fields, source_kind
 
-# What changes the function that the source's weights make. `type_vocab_size` may grow, `max_position_embeddings` vary.
+# Fields that change the function computed from the source's weights. `type_vocab_size` may grow, and
+# `max_position_embeddings` may differ.
 _SAME_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -32,11 +33,11 @@ _HEAD_FIELDS = ("id2label", "label2id", "problem_type")
 def converted_config(
     source: str | os.PathLike | PreTrainedConfig, family: str = "nystromformer", **overrides: Any
 ) -> Any:
-    """The configuration for [`convert`] that takes every field it shares with the source's from there.
+    """The configuration for [`convert`]: every field that the family shares with the source has the source's value.
 
     `max_position_embeddings` is the longest sequence that the source takes: a RoBERTa's own field counts the unused
-    rows of its position table, too (514 for 512 tokens). Labels and `problem_type` are kept. A linear transformer made
-    of another model has `feature_map="hedgehog"`, which can imitate softmax attention.
+    rows of its position table, too (514 for 512 tokens). Labels and `problem_type` are kept. A linear transformer
+    converted from another model has `feature_map="hedgehog"`, which can imitate softmax attention.
 
     Args:
         source: a folder, a name on the Hub, or a configuration, of a checkpoint that [`convert`] takes.
@@ -70,12 +71,12 @@ def converted_config(
     source_config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
     fields = source_fields(source_config)
     if fields["max_position_embeddings"] is None and known.max_position_embeddings is not None:
-        # Of a source without a longest sequence.
+        # The source has no limit of length: keep the family's default.
         fields.pop("max_position_embeddings")
     fields |= {name: getattr(source_config, name) for name in _HEAD_FIELDS}
     fields |= _family_fields(source_config, config_class)
     if "feature_map" in overrides:
-        # Whether there are states to return goes by it.
+        # The default of use_cache depends on feature_map.
         fields.pop("use_cache", None)
     config = config_class(**fields | overrides)
     _check_direction(config, source_config)
@@ -83,7 +84,7 @@ def converted_config(
 
 
 def _family_fields(source_config: PreTrainedConfig, config_class: type[BaseConfig]) -> dict[str, Any]:
-    """The fields of a family that do not come from `BaseConfig`, where the source says something of them."""
+    """The family's own fields, beside those of `BaseConfig`, as far as the source determines them."""
     own = {item.name for item in dataclasses.fields(config_class)}
     if source_config.model_type == config_class.model_type:
         return {name: getattr(source_config, name) for name in own - _base_fields()}
@@ -98,13 +99,13 @@ def _family_fields(source_config: PreTrainedConfig, config_class: type[BaseConfi
 
 
 def _check_direction(config: BaseConfig, source_config: PreTrainedConfig) -> None:
-    """Raises ValueError unless both attend to the whole sequence, or both to the tokens before alone."""
+    """Raises ValueError unless both attend to the whole sequence, or both only to previous tokens."""
     is_causal = bool(getattr(source_config, "is_decoder", False))
     if config.is_decoder != is_causal:
         raise ValueError(
-            f"config has is_decoder={config.is_decoder}, and the source is_decoder={is_causal}: a model that sees the "
-            "whole sequence is no start for one that sees only the tokens before, nor the reverse. Set is_decoder="
-            f"{is_causal}."
+            f"config has is_decoder={config.is_decoder}, but the source has is_decoder={is_causal}: a model that "
+            "attends to the whole sequence cannot be converted to one that attends only to previous tokens, nor the "
+            f"reverse. Set is_decoder={is_causal}."
         )
 
 
@@ -127,16 +128,16 @@ def check_config(config: BaseConfig, source_config: PreTrainedConfig, head: str)
     if config.type_vocab_size < source["type_vocab_size"]:
         expected["type_vocab_size"] = source["type_vocab_size"]
     if getattr(source_config, "conv_kernel_size", None) is not None and config.conv_kernel_size is not None:
-        # Either none, which leaves the source's behind, or the source's.
+        # Either no convolution, which drops the source's, or the source's.
         expected["conv_kernel_size"] = source_config.conv_kernel_size
     expected["layer_norm_position"] = source.get("layer_norm_position", "post")
     if is_sinusoidal(config):
         if getattr(source_config, "position_embedding_type", None) != config.position_embedding_type:
             raise ValueError(
-                'config has position_embedding_type="sinusoidal", and the source has learned positions, which those '
-                'cannot hold: set position_embedding_type="learned".'
+                'config has position_embedding_type="sinusoidal", but the source has learned positions: set '
+                'position_embedding_type="learned".'
             )
-        # Sinusoids are as large as it says.
+        # The sinusoids are scaled by it.
         expected["initializer_range"] = source_config.initializer_range
     wrong = [name for name, value in expected.items() if getattr(config, name) != value]
     if wrong:

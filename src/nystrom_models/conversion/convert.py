@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained encoder becomes a model of this package, with as many positions as wanted.
+"""Converts a trained encoder to a model of this package, with any number of positions.
 
-Where the result attends exactly, it is the function of the source: the sub-layers are the same and take the same
-weights.
+Where the result computes exact attention, it is the same function as the source: it has the same sub-layers with the
+same weights.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from .weights import take_over
 
 logger = logging.get_logger(__name__)
 
-# Arguments of from_pretrained that say where files are; a configuration and a tokenizer take them as a model does.
+# Arguments of from_pretrained that say where files are; they also apply to the configuration and the tokenizer.
 _FILE_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -48,58 +48,58 @@ def convert(
     compare: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Makes a linear-time model of a trained encoder.
+    """Converts a trained encoder to a linear-time model.
 
     Sources are checkpoints of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA, ALBERT and of this package's
-    families (a Nyströmformer also of Transformers' own class), with any head. Taken over, in the source's dtype:
-    embeddings, all layers and the head. A Nyströmformer then computes what the source does for every sequence of at
-    most `num_landmarks` tokens, and for all with `num_landmarks=None`. Beyond, and as another family at any length, it
-    is another function, to be trained on.
+    families (a Nyströmformer also of Transformers' own class), with any head. Embeddings, all layers and the head are
+    copied in the source's dtype. A Nyströmformer then computes the same as the source for every sequence of at most
+    `num_landmarks` tokens, and for all sequences with `num_landmarks=None`. For longer sequences, and in the other
+    families at any length, it is a different function, which needs further training.
 
     - **Positions** are repeated or interpolated up to `max_position_embeddings`, or cut. A row's first token has the
       source's first position, wherever the padding is. (BERT itself counts padding on the left as tokens.)
-    - **Convolution.** That of a family of this package is taken over. Otherwise it starts at zero and not, as with the
-      Nyströmformer's authors, at random: the model begins as the source's function, and gradients reach a kernel of
-      zeros.
-    - **Heads.** The sentence order of a family of this package and of ALBERT is taken over; BERT's next-sentence head
+    - **Convolution.** A convolution of a family of this package is copied. Otherwise it starts at zero, and not at
+      random as in the Nyströmformer paper: the model then starts as the same function as the source, and a kernel of
+      zeros still gets gradients.
+    - **Heads.** The sentence order head of a family of this package and of ALBERT is copied; BERT's next-sentence head
       and ELECTRA's discriminator have no counterpart.
-    - **ALBERT's** shared layers become layers of their own, which may part in training.
+    - **ALBERT's** shared layers become separate layers, which may diverge in training.
     - **Token types.** `type_vocab_size` may be larger than the source's (RoBERTa has one type); new types start as
-      copies of type 0. DistilBERT has none: one type that adds nothing.
-    - **Linformer's projections** are those of a source Linformer, of any sizes and sharing; otherwise the means of
-      segments, or with a `sample` groups of positions by the principal directions of keys and values, whichever
-      approximates the attention's output better on held-out rows.
-    - **Learned feature maps** (`feature_map="hedgehog"`) start as in a new model; with a `sample`, matched to the
-      source's attention.
+      copies of type 0. DistilBERT has no types: the model gets one type of zeros.
+    - **Linformer's projections** are those of a source Linformer, of any sizes and sharing. Otherwise they start as
+      segment means; with a `sample`, also groups of positions by the principal directions of keys and values are
+      tried, and the start that approximates the attention's output better on held-out rows is used.
+    - **Learned feature maps** (`feature_map="hedgehog"`) start as in a new model, or matched to the source's attention
+      if a `sample` is given.
 
-    What is new, changed or left behind is logged as a warning.
+    What is new, changed or dropped is logged as a warning.
 
     Args:
         model_name_or_path: a folder or a name on the Hub, with weights in `safetensors`, or in `pytorch_model.bin`,
             which Transformers reads by `torch.load(weights_only=True)`: tensors and nothing that runs.
-        config: of the model to make. What the source's weights depend on (`vocab_size`, `hidden_size`, `hidden_act`,
-            ...) must be as there: [`converted_config`] sees to it.
-        head: of the model: "Model", "ForPreTraining", "ForMaskedLM", "ForCausalLM", "ForSequenceClassification",
-            "ForTokenClassification", "ForQuestionAnswering" or "ForMultipleChoice"; None for the source's own, or
-            "Model" where that has no counterpart. A head that the source does not have is new.
-        positions: "repeat" or "interpolate": how there come to be more of them, see [`fit_positions`].
-        sample: texts, or token ids (rows, length) int64 without padding, to start from and to measure on; some
-            30,000 tokens of them are used. None: what it is for starts without it, and the report's differences are
-            measured on random token ids.
+        config: configuration of the new model. Fields that the source's weights depend on (`vocab_size`,
+            `hidden_size`, `hidden_act`, ...) must equal the source's: [`converted_config`] makes such a configuration.
+        head: head of the new model: "Model", "ForPreTraining", "ForMaskedLM", "ForCausalLM",
+            "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering" or "ForMultipleChoice"; None
+            for the source's own, or "Model" if that has no counterpart. A head that the source does not have is new.
+        positions: "repeat" or "interpolate": how additional positions are made, see [`fit_positions`].
+        sample: texts, or token ids (rows, length) int64 without padding, to start projections and feature maps from
+            and to measure on; some 30,000 tokens are used. None: they start as in a new model, and the report's
+            differences are measured on random token ids.
         matching: how feature maps are matched; None for [`Matching`]'s defaults.
         return_report: whether to return the report, too.
-        compare: whether model and source are then run, and compared in the report.
+        compare: whether the report compares the outputs of the model and the source.
         kwargs: of `from_pretrained`, for the source: `revision`, `token`, `cache_dir`, `dtype` and so on.
 
     Returns:
-        The model in evaluation mode, whose `save_pretrained` writes what every Auto class reads. With
+        The model in evaluation mode; every Auto class reads what its `save_pretrained` writes. With
         `return_report=True`, the model and a [`ConversionReport`].
 
     Raises:
-        TypeError: if `config` is none of this package.
-        ValueError: if a field of `config` does not fit the source, the source is of another kind, lacks a part of its
-            encoder or holds weights in it that have no place here, the head has no counterpart, or the sample is too
-            small.
+        TypeError: if `config` is not a configuration of this package.
+        ValueError: if a field of `config` does not fit the source; if the source is a model of another kind, lacks
+            weights of its encoder or has weights in it that this package's layers lack; if the head has no
+            counterpart; or if the sample is too small.
     """
     measure = return_report and compare
     model, report = _convert(model_name_or_path, config, head, positions, sample, matching, measure, None, kwargs)
@@ -155,11 +155,11 @@ def _start_from(
     positions: str,
     matching: Matching,
 ) -> None:
-    """Starts from a sample what the source has not, and says so in the report."""
+    """Starts projections and feature maps that the source does not have from a sample, and adds this to the report."""
     prefix = "" if model.base_model is model else model.base_model_prefix + "."
     new = set(report.new)
     projections = {prefix + place.name for place in projection_places(model)} & new
-    # Of linear attention, no projection is compared with softmax attention.
+    # Only the projections of a Linformer are started this way, not that of a causal linear transformer.
     projections = projections if hasattr(model.config, "share_projection") else set()
     feature_maps = {name for name in new if "_features." in name}
     if not (projections or feature_maps):
@@ -201,8 +201,8 @@ def convert_checkpoint(
 ) -> Any:
     """[`convert`], and saves the model with the source's tokenizer, ready for any Auto class and `pipeline`.
 
-    The tokenizer's `model_max_length` becomes `config.max_position_embeddings`: with the source's, long texts would be
-    cut to its length, without a word. Weights are written as `safetensors`.
+    The tokenizer's `model_max_length` becomes `config.max_position_embeddings`: with the source's value, long texts
+    would be truncated to the source's length without a message. Weights are written as `safetensors`.
 
     Args:
         model_name_or_path, config, head, positions, sample, matching, return_report, kwargs: see [`convert`]. The
@@ -214,22 +214,22 @@ def convert_checkpoint(
         What [`convert`] returns.
 
     Raises:
-        TypeError, ValueError: see [`convert`]; also if `output_dir` is not empty, or the source has no tokenizer, or
-            one that is not fast.
+        TypeError, ValueError: see [`convert`]; ValueError also if `output_dir` is not empty, or if the source has no
+            fast tokenizer.
     """
     check_output_dir(output_dir)
     files = {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
     tokenizer = _read_tokenizer(model_name_or_path, files)
     if not tokenizer.is_fast:
         raise ValueError(
-            f"The source's tokenizer, {type(tokenizer).__name__}, is not a fast one, which AutoTokenizer needs beside "
-            "a model of this package: use convert(), and load the tokenizer by its class."
+            f"The source's tokenizer, {type(tokenizer).__name__}, is not fast, and AutoTokenizer loads only fast "
+            "tokenizers for a model of this package: use convert(), and load the tokenizer by its class."
         )
     measure = return_report or save_report
     model, report = _convert(model_name_or_path, config, head, positions, sample, matching, measure, tokenizer, kwargs)
     if config.max_position_embeddings is not None:
         tokenizer.model_max_length = config.max_position_embeddings
-    # AutoTokenizer will load it by the general class, which must be told about BERT's token types.
+    # AutoTokenizer loads it as the general class, which does not know that BERT has token types.
     tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
@@ -239,12 +239,12 @@ def convert_checkpoint(
 
 
 def _read_tokenizer(model_name_or_path: str | os.PathLike, files: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a source; raises ValueError where Transformers makes one up, of special tokens alone."""
+    """The tokenizer of a source; raises ValueError if Transformers made it up, with nothing but special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **files)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(
-            f"{str(model_name_or_path)!r} has no tokenizer: save it there, by tokenizer.save_pretrained(), or use "
-            "convert(), which needs none but for a sample of texts."
+            f"{str(model_name_or_path)!r} has no tokenizer: save one there with tokenizer.save_pretrained(), or use "
+            "convert(), which needs a tokenizer only for a sample of texts."
         )
     return tokenizer
 
@@ -253,4 +253,4 @@ def check_output_dir(output_dir: str | os.PathLike) -> None:
     """Raises ValueError unless a folder is new or empty."""
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"output_dir={str(output_dir)!r} exists and is not an empty folder: name another.")
+        raise ValueError(f"output_dir={str(output_dir)!r} exists and is not an empty folder: choose another.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source with softmax attention, for as many tokens as the converted model takes: what its attention gets.
+"""The inputs of the source's softmax attention, for as many tokens as the converted model takes.
 
 Legend: R rows, N tokens, H heads, D head size.
 """
@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 4
 
 
 class AttentionInputs(NamedTuple):
-    """Of some rows in a layer: query, key and value, (R, H, N, D), float32."""
+    """Query, key and value of some rows in a layer, (R, H, N, D), float32."""
 
     query: Tensor
     key: Tensor
@@ -36,12 +36,12 @@ def exact_model(source: SourceModel, config: Any, positions: str) -> Any:
     `NystromformerModel` in float32.
 
     Raises:
-        ValueError: if the source attends otherwise, so that there is no attention to compare with.
+        ValueError: if the source has no softmax attention to compare with.
     """
     if not source.kind.attends_exactly(source.config):
         raise ValueError(
             f"sample: a source with model_type={source.config.model_type!r} has no softmax attention to start from: "
-            "leave the sample out, or convert a BERT or a Nyströmformer."
+            "omit the sample, or convert a BERT or a Nyströmformer."
         )
     exact = converted_config(
         source.config,
@@ -49,7 +49,7 @@ def exact_model(source: SourceModel, config: Any, positions: str) -> Any:
         max_position_embeddings=config.max_position_embeddings,
         num_landmarks=None,
     )
-    # Positions that padding would take are not needed, and every tensor keeps the shape of its rows.
+    # No position is needed for padding, and every tensor keeps the shape of its rows.
     exact.unpad_inputs = False
     model, _ = take_over(source, exact, "Model", positions)
     return model.float()
@@ -57,9 +57,9 @@ def exact_model(source: SourceModel, config: Any, positions: str) -> Any:
 
 @torch.no_grad()
 def attention_inputs(model: Any, rows: Tensor) -> Iterator[list[AttentionInputs]]:
-    """For each layer in turn, what its attention gets for rows (R, N) of token ids, some rows at a time.
+    """For each layer in turn, the inputs of its attention for rows (R, N) of token ids, in chunks of rows.
 
-    All rows go through a layer before the next, so that the inputs of one layer alone are held in memory.
+    All rows go through a layer before the next one, so that memory holds the inputs of only one layer.
     """
     chunks = rows.to(model.device).split(ROWS_AT_ONCE)
     batches = [make_batch(None, (chunk.shape[0], chunk.shape[1]), chunk.device) for chunk in chunks]
@@ -78,7 +78,7 @@ def attention_inputs(model: Any, rows: Tensor) -> Iterator[list[AttentionInputs]
 
 @contextmanager
 def _caught(attention: SelfAttention) -> Iterator[dict[str, Tensor]]:
-    """What an attention layer's linear layers give while it is called, (R, N, H·D), by their names."""
+    """The outputs (R, N, H·D) of an attention layer's linear layers during its call, by their names."""
     caught: dict[str, Tensor] = {}
 
     def catch(name: str) -> Callable[..., None]:

@@ -2,8 +2,8 @@
 """Learned feature maps, matched to the softmax attention of a source on a sample of text.
 
 Zhang et al. 2024, "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", arXiv:2402.04347,
-section 4.2: the feature maps alone are trained, for the cross entropy between the weights of softmax and of linear
-attention.
+section 4.2: only the feature maps are trained, with the cross entropy between the weights of softmax and of linear
+attention as the loss.
 
 Legend: R rows, N tokens, Q queries that are trained on, H heads, D head size.
 """
@@ -22,14 +22,14 @@ from .exact_attention import AttentionInputs, attention_inputs
 from .report import FeatureMapStart
 from .sample import Sample
 
-# Attention maps are as wide as a row: of rows of this length, they stay small.
+# Length of the rows: attention maps are as wide as a row, so short rows keep them small.
 LONGEST_ROW = 512
 QUERIES = 64
 
 
 @dataclass(frozen=True)
 class Matching:
-    """How feature maps are matched: AdamW without decay, and in each step some queries of some rows."""
+    """How feature maps are matched: by AdamW without weight decay; each step takes some queries of some rows."""
 
     steps: int = 200
     learning_rate: float = 1e-2
@@ -45,8 +45,9 @@ class Matching:
 def cross_entropy(
     inputs: AttentionInputs, query_weight: Tensor, key_weight: Tensor, queries: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean cross entropy of the linear attention's weights under those of softmax attention, and the mean entropy
-    of these, in nats; over rows, heads and the queries (Q,) int64 of each row. query_weight, key_weight: (H, D, D)."""
+    """The mean cross entropy of linear attention's weights relative to those of softmax attention, and the mean
+    entropy of the latter, in nats; over rows, heads and the queries (Q,) int64 of each row. query_weight, key_weight:
+    (H, D, D)."""
     query = inputs.query[:, :, queries]
     weights = attention_weights(query, inputs.key, None)
     scores = hedgehog_features(query, query_weight) @ hedgehog_features(inputs.key, key_weight).mT
@@ -58,7 +59,7 @@ def cross_entropy(
 def match_feature_maps(
     inputs: Sequence[AttentionInputs], query_weight: Tensor, key_weight: Tensor, matching: Matching
 ) -> tuple[Tensor, Tensor]:
-    """Feature maps of a layer, (H, D, D) each in float32, trained from those given on what its attention gets."""
+    """The feature maps of a layer, (H, D, D) each in float32, trained on `inputs` from the given weights on."""
     generator = torch.Generator().manual_seed(matching.seed)
     weights = [weight.detach().float().clone().requires_grad_() for weight in (query_weight, key_weight)]
     optimizer = torch.optim.AdamW(weights, lr=matching.learning_rate, weight_decay=0.0)
@@ -78,7 +79,7 @@ def match_feature_maps(
 
 @torch.no_grad()
 def _scores(inputs: Sequence[AttentionInputs], query_weight: Tensor, key_weight: Tensor) -> tuple[float, float, float]:
-    """Cross entropy, entropy and relative error of the output, of all queries."""
+    """Cross entropy, entropy and relative error of the output, over all queries."""
     losses, entropies, squares, size = 0.0, 0.0, 0.0, 0.0
     rows = sum(len(chunk.query) for chunk in inputs)
     for chunk in inputs:
@@ -99,9 +100,9 @@ def start_feature_maps(model: Any, exact: Any, sample: Sample, matching: Matchin
     Args:
         model: a linear transformer with `feature_map="hedgehog"`, as an encoder.
         exact: the source's encoder with softmax attention.
-        sample: rows to train on and, held out, to measure on.
+        sample: rows to train on, and held-out rows to measure on.
 
-    Returns: for each layer the loss before and after. A layer whose held-out loss did not fall keeps its start.
+    Returns: for each layer the loss before and after. A layer whose held-out loss did not fall keeps its old weights.
     """
     fit, held_out = sample.split(min(LONGEST_ROW, model.config.max_position_embeddings or LONGEST_ROW))
     report = []

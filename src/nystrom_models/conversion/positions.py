@@ -22,16 +22,16 @@ def check_method(method: str) -> None:
 
 
 def fit_positions(table: Tensor, first: int, length: int, method: str) -> tuple[Tensor, str]:
-    """The used rows of a table (P, E), from `first` on, for `length` tokens: (length, E); and how they were made.
+    """The positions (length, E) made from the rows of a table (P, E) from `first` on; and how they were made.
 
     Args:
-        method: for more tokens than the table has, "repeat", as for Longformer (Beltagy et al. 2020, arXiv:2004.05150,
-            section 5): all differences between positions up to P stay what they were, and a sequence that fits into
-            the table has its old positions. Or "interpolate", linearly, so that the first and the last position stay
-            (as is usual for images: Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2): no two positions are the
-            same, but every sequence has other positions than before.
+        method: how to make more positions than the table has. "repeat", as in Longformer (Beltagy et al. 2020,
+            arXiv:2004.05150, section 5): a sequence that fits into the table keeps its positions, but positions occur
+            several times. "interpolate": linearly between the first and the last position, which stay (usual for
+            images: Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2): no two positions are the same, but every
+            sequence gets positions other than before.
 
-    Fewer are the first ones, with either method.
+    If fewer positions are needed, both methods take the first ones.
     """
     used = table[first:]
     if length <= len(used):
@@ -42,14 +42,14 @@ def fit_positions(table: Tensor, first: int, length: int, method: str) -> tuple[
 
 
 def interpolate_rows(table: Tensor, length: int) -> Tensor:
-    """A table (P, E) with `length` rows, linearly between those that there are; the first and the last stay."""
+    """A table (P, E), linearly interpolated to `length` rows; the first and the last row stay."""
     columns = table.T[None].float()
     return F.interpolate(columns, size=length, mode="linear", align_corners=True)[0].T.to(table.dtype)
 
 
 @torch.no_grad()
 def sinusoidal_table(config: Any, length: int, dtype: torch.dtype) -> Tensor | None:
-    """The positions (length, E) of a model with sinusoidal ones; None if it has a table."""
+    """The sinusoidal positions (length, E) of a model; None if it has a learned table."""
     if not is_sinusoidal(config):
         return None
     places = torch.arange(length) + config.first_position

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""E and F from the principal directions of keys and values on a sample of text, where that starts nearer.
+"""E and F from the principal directions of keys and values on a sample of text, if that start has a smaller error.
 
-A slot stands for its tokens as well as their keys and values are alike, for a softmax over slots that are means of
-equally many tokens is the softmax over the tokens where these are the same. Segment means trust that neighbours are
-alike. Here positions are grouped by what they are like on the sample: all of them are split into two halves along
-their first principal direction, each half along its own, and so on, down to K groups (principal direction divisive
-partitioning, Boley 1998, doi:10.1023/A:1009740529316, with halves of equal size).
+A slot represents its tokens well if their keys and values are similar: with slots that are means of equally many
+tokens, the softmax over slots equals the softmax over tokens if the tokens of each slot are equal. Segment means
+assume that neighbours are similar. Here positions are grouped by their similarity on the sample: all positions are
+split into two halves along their first principal direction, each half along its own, and so on, down to K groups
+(principal direction divisive partitioning, Boley 1998, doi:10.1023/A:1009740529316, with halves of equal size).
 
 Legend: R rows, N tokens, H heads, D head size, K slots. A Gram matrix is (N, N): products of the positions' keys and
 values, summed over rows, heads and channels.
@@ -29,13 +29,13 @@ POWER_STEPS = 50
 
 
 def first_principal_scores(gram: Tensor) -> Tensor:
-    """(n,): the places of n positions along the first principal direction of what their Gram matrix (n, n) is of.
+    """The scores (n,) of n positions along their first principal direction, from their Gram matrix (n, n).
 
-    Zero where all positions are the same.
+    Zero if all positions are equal.
     """
     centred = gram - gram.mean(dim=0) - gram.mean(dim=1, keepdim=True) + gram.mean()
     scale = gram.diagonal().mean()
-    # From the positions' order, so that the same sample gives the same groups.
+    # A fixed start of the power iteration, so that the same sample gives the same groups.
     scores = torch.linspace(-1, 1, len(gram), dtype=gram.dtype) + 0.1 * torch.cos(torch.arange(len(gram))).to(gram)
     for _ in range(POWER_STEPS):
         scores = centred @ scores
@@ -56,7 +56,7 @@ def principal_groups(gram: Tensor, slots: int) -> Tensor:
             groups[positions] = first
             return
         scores = first_principal_scores(gram[positions][:, positions])
-        # Positions that are alike stay in their order.
+        # Positions with equal scores keep their order.
         ranked = positions[torch.sort(scores, stable=True).indices]
         half = count // 2
         cut = len(positions) * half // count
@@ -68,15 +68,15 @@ def principal_groups(gram: Tensor, slots: int) -> Tensor:
 
 
 def gram_matrices(inputs: Sequence[AttentionInputs], by_head: bool) -> Tensor:
-    """Of the keys and values of a layer, of which each head's have the same weight whatever their size: (H, N, N), or
-    their sum over heads, (1, N, N)."""
+    """The Gram matrices (H, N, N) of a layer's keys and values, normalised so that keys and values of each head have
+    the same weight; or their sum over heads, (1, N, N)."""
     total: Tensor | float = 0.0
     for name in ("key", "value"):
         states = [getattr(chunk, name) for chunk in inputs]
         size = sum(chunk.square().sum(dim=(0, 2, 3)) for chunk in states)  # (H,)
         for chunk in states:
             scaled = chunk / size.clamp_min(1e-30).sqrt()[:, None, None]
-            # Positions beside what is multiplied: (H or 1, N, rows and channels).
+            # (H or 1, N, rows and channels)
             scaled = scaled.permute(1, 2, 0, 3) if by_head else scaled.permute(2, 0, 1, 3)[None]
             scaled = scaled.flatten(2)
             total = total + scaled @ scaled.mT
@@ -85,7 +85,7 @@ def gram_matrices(inputs: Sequence[AttentionInputs], by_head: bool) -> Tensor:
 
 
 def _from_gram(place: ProjectionPlace, grams: Tensor) -> list[Tensor]:
-    """The matrices of a place from the Gram matrices, (H or 1, N, N), of what they project."""
+    """The projection matrices of a place from the Gram matrices (H or 1, N, N) of the states that they project."""
     sizes = [len(matrix) for matrix in place.matrices]
     return [group_means(principal_groups(gram, slots), slots) for gram, slots in zip(grams, sizes, strict=True)]
 
@@ -93,7 +93,9 @@ def _from_gram(place: ProjectionPlace, grams: Tensor) -> list[Tensor]:
 def principal_directions(
     exact: PreTrainedModel, places: Sequence[ProjectionPlace], rows: Tensor
 ) -> dict[str, list[Tensor]]:
-    """Matrices by the projections' names, from keys and values of rows (R, N) in a model with softmax attention."""
+    """For each projection, by name, its matrices from keys and values of rows (R, N) in a model with softmax
+    attention.
+    """
     found: dict[str, list[Tensor]] = {}
     total: Tensor | float = 0.0
     for layer, inputs in enumerate(attention_inputs(exact, rows)):
@@ -102,7 +104,7 @@ def principal_directions(
         if here[0].is_of_all:
             total = total + grams
             continue
-        # E and F of a layer have the same slots: what a slot's key is like decides the weight of its value.
+        # E and F of a layer have the same groups: the key of a slot decides the weight of its value.
         matrices = _from_gram(here[0], grams)
         found |= {place.name: matrices for place in here}
     if places[0].is_of_all:
@@ -112,10 +114,10 @@ def principal_directions(
 
 
 def _approximated(inputs: AttentionInputs, matrices: list[Tensor]) -> Tensor:
-    """Linformer attention (R, H, N, D) by the matrices of each head, or one for all."""
+    """Linformer attention (R, H, N, D) with one matrix for each head, or one for all heads."""
     parts = [inputs]
     if len(matrices) > 1:
-        # Heads may differ in their slots.
+        # Heads may have different numbers of slots.
         parts = [AttentionInputs(*states) for states in zip(*(part.split(1, dim=1) for part in inputs), strict=True)]
     contexts = [
         linformer_attention(*part, key_projection=matrix, value_projection=matrix)
@@ -128,7 +130,7 @@ def _approximated(inputs: AttentionInputs, matrices: list[Tensor]) -> Tensor:
 def output_errors(
     exact: PreTrainedModel, starts: Sequence[dict[int, list[Tensor]]], rows: Tensor
 ) -> list[list[tuple[float, float]]]:
-    """For each start, matrices by layer: for each layer ‖approximated - exact‖² and ‖exact‖² on rows (R, N)."""
+    """For each start (matrices by layer) and each layer, ‖approximated - exact‖² and ‖exact‖² on rows (R, N)."""
     sums: list[list[tuple[float, float]]] = [[] for _ in starts]
     for layer, inputs in enumerate(attention_inputs(exact, rows)):
         totals = [[0.0, 0.0] for _ in starts]
@@ -143,21 +145,21 @@ def output_errors(
 
 
 def start_projections(model: PreTrainedModel, exact: PreTrainedModel, sample: Sample) -> list[ProjectionStart]:
-    """Gives E and F of a model, where they are matrices, the nearer of two starts, measured on held-out rows.
+    """Sets E and F of a model, where they are matrices, to the better of two starts, measured on held-out rows.
 
     Args:
-        model: whose projections are segment means.
+        model: its projections are segment means.
         exact: the source's encoder with softmax attention.
-        sample: with rows as long as the model takes.
+        sample: has rows as long as the model takes.
 
-    Returns: for each projection of its own, both errors and which start was taken; empty if there is none to start.
+    Returns: for each separate projection both errors and the start taken; empty if no projection is a matrix.
     """
     places = [place for place in projection_places(model) if place.module.projection_type == "linear"]
     if not places:
         return []
     fit, held_out = sample.split(model.config.max_position_embeddings)
     principal = principal_directions(exact, places, fit)
-    # As the model has them, before one is replaced.
+    # The segment means of the model, before any is replaced.
     segments = {place.name: place.matrices for place in places}
     first = {layer: place.name for place in reversed(places) for layer in place.layers}
     starts = [{layer: start[name] for layer, name in first.items()} for start in (segments, principal)]

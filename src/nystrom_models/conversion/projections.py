@@ -2,8 +2,8 @@
 """Projections of a sequence to fewer slots, E and F, in a converted model: segment means, or those of the source.
 
 Legend: H heads, K slots, N tokens of the longest sequence, S taps of a convolution. A projection is (K, N), or
-(H, K, N) where each head has its own, or these one below the other where heads differ in K; a convolution's is (S,) or
-(H, S).
+(H, K, N) if each head has its own; if heads differ in K, their matrices are concatenated along K. The weight of a
+convolution is (S,) or (H, S).
 """
 
 import re
@@ -28,7 +28,7 @@ _OF_A_LAYER = re.compile(
 class ProjectionPlace:
     """A projection in a model.
 
-    name: of its weight, without the prefix of the base model. module: it.
+    name: the name of its weight, without the prefix of the base model. module: its module.
     uses: the layers and the states, "key" or "value", that it projects.
     """
 
@@ -51,20 +51,20 @@ class ProjectionPlace:
 
     @property
     def matrices(self) -> list[Tensor]:
-        """Of each head, or one for all: (K, N), or the taps (S,) of a convolution; float32."""
+        """The matrices (K, N), or the taps (S,) of a convolution, of each head, or one for all heads; float32."""
         weight = self.module.weight.detach().float()
         if self.module.slots_of_heads:
             return list(weight.split(self.module.slots_of_heads))
         return list(weight) if weight.dim() == (2 if self.is_conv else 3) else [weight]
 
     def assemble(self, matrices: list[Tensor]) -> Tensor:
-        """The weight that has these matrices, one for each of its own; the reverse of `matrices`."""
+        """The weight that consists of these matrices; the inverse of `matrices`."""
         joined = torch.cat(matrices) if self.module.slots_of_heads else torch.stack(matrices)
         return joined.view_as(self.module.weight).to(self.module.weight)
 
 
 def projection_places(model: PreTrainedModel) -> list[ProjectionPlace]:
-    """The projections with weights of a model of this package, in the order of its parameters."""
+    """The projections of a model of this package that have weights, in the order of its parameters."""
     modules = dict(model.base_model.named_modules())
     names = [
         name
@@ -87,7 +87,7 @@ def projection_places(model: PreTrainedModel) -> list[ProjectionPlace]:
 
 
 def segment_means(place: ProjectionPlace) -> Tensor:
-    """A projection whose slots are the means of K segments of the positions, as equal in size as can be."""
+    """A projection whose slots are the means of K segments of the positions, of sizes as equal as possible."""
     if place.is_conv:
         return torch.full_like(place.module.weight, 1 / place.module.weight.shape[-1])
     sizes = [matrix.shape for matrix in place.matrices]
@@ -95,31 +95,31 @@ def segment_means(place: ProjectionPlace) -> Tensor:
 
 
 def group_means(groups: Tensor, slots: int) -> Tensor:
-    """(N,) int64, the slot of each position -> the projection (K, N) that takes the mean of each slot's positions."""
+    """From the slot of each position, (N,) int64, the projection (K, N) to the mean of each slot's positions."""
     members = F.one_hot(groups, slots).T.float()
     return members / members.sum(dim=1, keepdim=True)
 
 
-# ---- from a source with projections of its own ----
+# ---- from a source that has projections ----
 
 
 def carried_projection(
     place: ProjectionPlace, sources: list[ProjectionPlace], same_type: bool, positions: str
 ) -> tuple[Tensor, str, str] | None:
-    """What a projection becomes from those of a source of the same family.
+    """A projection made from those of a source of the same family.
 
-    Where several of the source's fall together (of heads, of layers, of keys and values), it is their mean. For fewer
-    slots, it is the mean of neighbouring ones; for more, slots are repeated: of a multiple of the source's, the
-    function is the same, for the softmax divides its weight among equal slots. Columns follow the positions: repeated,
-    or interpolated so that their sums stay.
+    Where several projections of the source (of heads, of layers, of keys and values) become one, it is their mean. For
+    fewer slots, neighbouring slots are averaged. For more, slots are repeated; if their number is a multiple of the
+    source's, the function stays the same, because the softmax divides its weight among equal slots. The columns are
+    extended like the positions: repeated, or interpolated so that their sums stay the same.
 
     Args:
-        place: in the model.
+        place: the projection's place in the model.
         sources: all places of the source's model.
         same_type: whether both have the same `projection_type`.
         positions: "repeat" or "interpolate".
 
-    Returns: the weight, the names in the source, and how it was made; None if nothing of the source fits.
+    Returns: the weight, the names in the source, and how it was made; None if no projection of the source fits.
     """
     found = [other for other in sources if set(other.uses) & set(place.uses)]
     if not found or not same_type:
@@ -129,7 +129,7 @@ def carried_projection(
         return None
     made = []
     for index, matrix in enumerate(ours):
-        # All heads fall together, or each goes to its own, or one goes to all.
+        # All heads become one, or each stays as it is, or one becomes all.
         used = [taken for heads in theirs for taken in (heads if len(ours) == 1 else [heads[index % len(heads)]])]
         if not place.is_conv:
             used = [_fit_columns(_fit_slots(taken, len(matrix)), matrix, positions) for taken in used]
@@ -148,12 +148,12 @@ def carried_projection(
 
 
 def _numbers(shapes: list[torch.Size]) -> str:
-    """The numbers of slots, each once: "8", or "4, 8"."""
+    """The different numbers of slots: "8", or "4, 8"."""
     return ", ".join(map(str, sorted({shape[0] for shape in shapes})))
 
 
 def _fit_slots(projection: Tensor, slots: int) -> Tensor:
-    """(K, N) with another number of slots."""
+    """A projection (K, N) with another number of slots."""
     before = len(projection)
     if slots >= before:
         return projection[torch.arange(slots) * before // slots]
@@ -161,7 +161,7 @@ def _fit_slots(projection: Tensor, slots: int) -> Tensor:
 
 
 def _fit_columns(projection: Tensor, like: Tensor, positions: str) -> Tensor:
-    """(K, N) with the columns of `like`."""
+    """A projection (K, N) with as many columns as `like`."""
     before, length = projection.shape[1], like.shape[1]
     if positions == "repeat" or length <= before:
         return projection[:, torch.arange(length) % before]
@@ -169,7 +169,7 @@ def _fit_columns(projection: Tensor, like: Tensor, positions: str) -> Tensor:
 
 
 def projection_type(config: PreTrainedConfig) -> str | None:
-    """Of a family's projections; None if it has none."""
+    """The type of a family's projections; None if it has none."""
     if getattr(config, "projected_dim", None) is None:
         return None
     return getattr(config, "projection_type", "linear")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as it was saved: its model, and its weights under this package's names."""
+"""Reads a checkpoint: its model as it was saved, and its weights under this package's names."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .sources import SourceKind, check_head, source_head, source_kind
 
-# Of the heads that models are fine-tuned with.
+# Prefixes of the weights of heads for fine-tuning.
 _TASK_WEIGHTS = ("classifier.", "pre_classifier.", "qa_outputs.", "sequence_summary.")
 
 
@@ -25,10 +25,11 @@ _TASK_WEIGHTS = ("classifier.", "pre_classifier.", "qa_outputs.", "sequence_summ
 class SourceModel:
     """A checkpoint that is read.
 
-    model: of the source's own class, in evaluation mode. config: its configuration. kind: what it is.
+    model: of the source's own class, in evaluation mode. config: its configuration. kind: its kind.
     head: the head that is converted, one of `HEADS`.
-    weights: tensors by their names here, without the prefix of the base model, each with its name in the source.
-    unread: weights of the checkpoint that have no place in the class, by their names in the source.
+    weights: tensors by their names in this package, without the prefix of the base model, each with its name in the
+        source.
+    unread: weights of the checkpoint that its class does not use, by their names in the source.
     """
 
     model: PreTrainedModel
@@ -46,7 +47,7 @@ def auto_class(head: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Transformers' report on a class that the source is only read through; ours follows."""
+    """Suppresses Transformers' report of missing and unexpected weights; this package reports them itself."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -68,23 +69,23 @@ def read_source(
     Args:
         model_name_or_path: a folder or a name on the Hub.
         config: the checkpoint's configuration.
-        head: the head to convert; None for that of the class that it was saved from.
+        head: the head to convert; None for the head of the class that it was saved from.
         arguments: of `from_pretrained`.
 
     Raises:
-        ValueError: if the encoder is not what its configuration says, or the head has no counterpart.
+        ValueError: if the encoder does not match its configuration, or the head has no counterpart.
     """
     kind = source_kind(config)
     head = source_head(config) if head is None else head
     check_head(head, config)
-    # Heads of other tasks have weights of the same names, which would pass for this one's.
+    # Heads of other tasks have weights of the same names, which would be read as those of this head.
     is_other_task = head not in ("ForPreTraining", "ForMaskedLM") and head != source_head(config, head)
     reader = getattr(transformers, kind.pretraining_class) if head == "ForPreTraining" else auto_class(head)
-    # What does not fit is reported as missing, and refused where it is of the encoder.
+    # Weights of the wrong shape are reported as missing, and refused if they belong to the encoder.
     arguments = arguments | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with _quiet():
         model, info = reader.from_pretrained(model_name_or_path, config=copy.deepcopy(config), **arguments)
-        # Of base models, names have no prefix.
+        # The names of base models have no prefix.
         prefix = model.base_model_prefix + "."
         missing = {name.removeprefix(prefix) for name in _missing(info)}
         found = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
@@ -92,7 +93,8 @@ def read_source(
         unread |= {name for name in found if name.startswith(_TASK_WEIGHTS)} - missing if is_other_task else set()
         found = {name: tensor for name, tensor in found.items() if name not in missing | unread}
         if head == "ForPreTraining" and any(name.startswith("pooler.") for name in unread):
-            # RoBERTa's class has no pooler, but its checkpoint may. Without layers, only the embeddings come along.
+            # RoBERTa's class has no pooler, but its checkpoint may have one. Without layers, only the embeddings are
+            # read with it.
             shallow = copy.deepcopy(config)
             shallow.num_hidden_layers = 0
             base, info = AutoModel.from_pretrained(model_name_or_path, config=shallow, **arguments)
@@ -108,14 +110,15 @@ def read_source(
 
 
 def _check_encoder(name: str, missing: set[str], unread: set[str], parts: set[str]) -> None:
-    """Raises ValueError if the checkpoint holds not just the encoder that its configuration describes.
+    """Raises ValueError if weights of the encoder that the configuration describes are missing, or if there are
+    others.
 
     parts: first components of the encoder's names.
     """
     if absent := sorted(key for key in missing if key.split(".")[0] in parts):
         raise ValueError(
             f"The checkpoint {name!r} lacks {len(absent)} weights of the encoder that its config.json describes, such "
-            f"as {absent[0]!r}: give the checkpoint of a whole model."
+            f"as {absent[0]!r}: give a complete checkpoint."
         )
     if strange := sorted(key for key in unread if key.split(".")[0] in parts):
         raise ValueError(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversion says of itself: where each weight comes from, what was measured on a sample, how near it is."""
+"""The report of a conversion: the origin of each weight, how parts were started from a sample, and the differences
+from the source.
+"""
 
 import json
 import os
@@ -16,8 +18,8 @@ REPORT_NAME = "conversion_report.json"
 class Origin:
     """Where a weight of the model comes from.
 
-    name: in the model. source: its name in the source, or several with commas; None if it is new.
-    how: what was done with the source's ("copied", "40 rows repeated to 93"), or how it starts ("zero").
+    name: its name in the model. source: its name in the source, or several with commas; None if it is new.
+    how: how it was made from the source's ("copied", "40 rows repeated to 93"), or how it starts ("zero").
     """
 
     name: str
@@ -27,11 +29,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class ProjectionStart:
-    """How near the two ways to start E and F come, on rows of the sample that neither was made from.
+    """The errors of two ways to start E and F, on held-out rows of the sample.
 
-    layer: None where all layers share one projection. start: the nearer of "segment_means" and
-    "principal_directions", which was taken. segment_means, principal_directions: for each the relative error of the
-    attention's output, ‖approximated - exact‖ / ‖exact‖.
+    layer: None where all layers share one projection. start: "segment_means" or "principal_directions", the one with
+    the smaller error, which was taken. segment_means, principal_directions: the relative error of the attention's
+    output with each, ‖approximated - exact‖ / ‖exact‖.
     """
 
     layer: int | None
@@ -42,11 +44,12 @@ class ProjectionStart:
 
 @dataclass(frozen=True)
 class FeatureMapStart:
-    """How near a layer's linear attention comes to the source's, on rows of the sample that were not trained on.
+    """The errors of a layer's linear attention against the source's attention, on held-out rows of the sample.
 
-    before, after: cross entropy of the linear attention's weights under the source's, in nats a token, with the
-    feature map of a new model and with the matched one; least: the entropy of the source's weights, below which none
-    can come. error_before, error_after: relative error of the attention's output.
+    before, after: cross entropy of the linear attention's weights relative to the source's, in nats per token, with
+    the feature map of a new model and with the matched one. least: its lower bound, the entropy of the source's
+    weights.
+    error_before, error_after: relative error of the attention's output.
     """
 
     layer: int
@@ -59,11 +62,11 @@ class FeatureMapStart:
 
 @dataclass(frozen=True)
 class Difference:
-    """Results of the model beside the source's, on rows without padding.
+    """The difference between the outputs of the model and of the source, on rows without padding.
 
-    of: "logits", or "hidden states" where the head is new or the model has none. rows, tokens: how many rows of how
-    many tokens. largest: the largest difference; scale: the source's largest entry by size. agreement: the share of
-    predictions with the same largest logit; None for hidden states.
+    of: "logits", or "hidden states" if the head is new or the model has none. rows: number of rows. tokens: their
+    length. largest: the largest absolute difference. scale: the source's largest absolute value. agreement: the share
+    of predictions with the same largest logit; None for hidden states.
     """
 
     of: str
@@ -76,12 +79,12 @@ class Difference:
 
 @dataclass
 class ConversionReport:
-    """What came from where.
+    """The origin of each weight, and what was measured.
 
-    source, model: classes. head: that was converted. origins: of each parameter of the model, in its order.
-    left_behind: weights of the source without a place in the model. notes: what else is not the source's.
-    sample: what the figures were measured on, "texts", "token ids" or "random token ids".
-    projections, feature_maps: how they started, where they were started from a sample. differences: from the source.
+    source, model: names of the classes. head: the head that was converted. origins: one for each parameter of the
+    model, in its order. left_behind: weights of the source that the model does not use. notes: other differences from
+    the source. sample: what was measured on, "texts", "token ids" or "random token ids". projections, feature_maps:
+    how they were started from a sample; empty if they were not. differences: from the source's outputs.
     """
 
     source: str
@@ -97,21 +100,21 @@ class ConversionReport:
 
     @property
     def new(self) -> list[str]:
-        """The parameters that are not the source's."""
+        """The names of the parameters that do not come from the source."""
         return [origin.name for origin in self.origins if origin.source is None]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as dictionaries, lists, texts and numbers, which JSON takes."""
+        """The report as dictionaries, lists, strings and numbers, for JSON."""
         return asdict(self)
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Writes conversion_report.json into a folder, and returns its path."""
+        """Writes conversion_report.json to a folder and returns its path."""
         path = Path(folder) / REPORT_NAME
         path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return path
 
     def warnings(self) -> list[str]:
-        """A line for each thing in the model that is not the source's, or is not in it."""
+        """A line for each part of the model that is not an unchanged copy, and one for dropped weights."""
         lines: dict[str, list[str]] = {}
         for origin in self.origins:
             if origin.source is None:
@@ -171,7 +174,7 @@ def _numbers(start: ProjectionStart) -> list[str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of columns, the numbers to the right."""
+    """The lines of a table with right-aligned columns."""
     widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
     return [
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
@@ -179,5 +182,5 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _summary(names: Iterable[str]) -> str:
-    """Sorted names, those of all layers as one: encoder.layer.*.attention..."""
+    """Sorted names; names that differ only in the layer are one: encoder.layer.*.attention..."""
     return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names}))

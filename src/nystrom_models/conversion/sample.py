@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tokens to start from and to measure on: of texts, of given token ids, or random ones.
+"""Rows of tokens to start from and to measure on: from texts, from given token ids, or random.
 
 Legend: R rows, N tokens of a row.
 """
@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-# Of a sample, at most so many tokens are read: about the time of a few hundred steps of training, and no more memory.
+# The most tokens that are read of a sample: they take about the time of a few hundred training steps, and no more
+# memory.
 MOST_TOKENS = 32_768
-# One row in so many is kept to measure on.
+# One row in this many is held out to measure on.
 HELD_OUT = 4
 
 
 class Sample:
-    """Tokens in a row, cut into rows of any length.
+    """A sequence of tokens, which is cut into rows of any length.
 
-    tokens: (T,) int64. before, after: what stands at the beginning and at the end of each row.
-    kind: what it is, for the report.
+    tokens: (T,) int64. before, after: special tokens at the beginning and at the end of each row.
+    kind: the name of this kind of sample in the report.
     """
 
     def __init__(self, tokens: Tensor, kind: str, before: Sequence[int] = (), after: Sequence[int] = ()):
@@ -30,7 +31,7 @@ class Sample:
 
     @classmethod
     def of_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> "Sample":
-        """Of texts, one after the other, between the tokenizer's special tokens."""
+        """The concatenated texts, between the tokenizer's special tokens."""
         # No warning about texts longer than the model: they are cut into rows.
         ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
         stream = [token for text in ids for token in text]
@@ -43,7 +44,7 @@ class Sample:
 
     @classmethod
     def of_rows(cls, rows: Tensor, vocab_size: int) -> "Sample":
-        """Of token ids (R, N) int64, without padding."""
+        """The token ids (R, N) int64, without padding."""
         if rows.dim() != 2 or rows.is_floating_point() or not rows.numel():
             raise ValueError(f"sample has shape {tuple(rows.shape)}, but must be token ids (rows, length), or texts.")
         if rows.min() < 0 or rows.max() >= vocab_size:
@@ -55,7 +56,7 @@ class Sample:
 
     @classmethod
     def random(cls, vocab_size: int, count: int, pad_token_id: int | None) -> "Sample":
-        """Of random ids, always the same, where there is nothing else; none is padding, which some models count by."""
+        """Random ids, always the same. None is padding, because some models compute positions from the padding ids."""
         tokens = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0))
         if pad_token_id is not None:
             tokens = tokens.masked_fill(tokens == pad_token_id, (pad_token_id + 1) % vocab_size)
@@ -69,7 +70,7 @@ class Sample:
         """
         inner = length - len(self.before) - len(self.after)
         if inner < 1:
-            raise ValueError(f"A row of {length} tokens has no room beside the special tokens: use longer rows.")
+            raise ValueError(f"A row of {length} tokens has room only for the special tokens: use longer rows.")
         count = len(self.tokens) // inner
         if count < least:
             raise ValueError(
@@ -81,7 +82,7 @@ class Sample:
         return torch.cat([self.before.expand(count, -1), rows, self.after.expand(count, -1)], dim=1).long()
 
     def split(self, length: int, most_tokens: int = MOST_TOKENS) -> tuple[Tensor, Tensor]:
-        """Rows to start from and held-out rows to measure on, (R, length) each; raises as `rows`."""
+        """Rows to start from and held-out rows to measure on, (R, length) each; raises the errors of `rows`."""
         rows = self.rows(length, most_tokens, least=2)
         held_out = torch.arange(len(rows)) % HELD_OUT == min(HELD_OUT, len(rows)) - 1
         return rows[~held_out], rows[held_out]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of checkpoint means by its names and fields, in the terms of this package.
+"""The names and fields of each kind of checkpoint, translated to those of this package.
 
-The layers of all of these are BERT's, which are this package's: what differs is how they are called, which of them
-are shared, and which activations the heads fix.
+All of these models have the layers of BERT, as this package has. They differ in the names of the layers, in which
+layers are shared, and in the activations that the heads fix.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..models.configuration_base import BaseConfig
 
-# By the classes' own names; an Auto class gives each.
+# The heads by the ends of class names; there is an Auto class for each.
 HEADS = (
     "Model",
     "ForPreTraining",
@@ -26,7 +26,7 @@ HEADS = (
     "ForQuestionAnswering",
     "ForMultipleChoice",
 )
-# Classes without a counterpart here: of these, the encoder alone is taken.
+# Classes without a counterpart in this package: only their encoder is converted.
 _WITHOUT_COUNTERPART = ("ElectraForPreTraining", "ForNextSentencePrediction")
 
 Rules = tuple[tuple[str, str], ...]
@@ -38,14 +38,15 @@ class SourceKind:
 
     model_types: its `model_type`s.
     is_ours: whether it is a family of this package.
-    attends_exactly: whether its attention, by its configuration, is softmax attention or approximates it.
-    fields: the fields of `BaseConfig` that the source calls otherwise or has fixed, by its configuration.
-    first_position: the row of the position table that a row's first token takes.
+    attends_exactly: given its configuration, whether its attention is softmax attention or approximates it.
+    fields: given its configuration, the fields of `BaseConfig` that the source names differently or has fixed.
+    first_position: the row of the position table for the first token of a row.
     longest: tokens of the longest sequence; None for no limit.
-    names: for a head (None: for every head), how names change: regular expressions and replacements, the first that
-        matches. A name that none matches stays as it is.
+    names: for a head (None: for every head), regular expressions and the replacements of names; the first match
+    counts.
+        A name without a match stays as it is.
     pretraining_class: the Auto class that reads the heads of pretraining.
-    head_activation: the activation that its masked language modelling head fixes; None if that is `hidden_act`.
+    head_activation: the fixed activation of its masked language modelling head; None if that is `hidden_act`.
     """
 
     model_types: tuple[str, ...]
@@ -59,7 +60,7 @@ class SourceKind:
     head_activation: str | None = None
 
     def targets(self, name: str, head: str, config: PreTrainedConfig) -> list[str]:
-        """The names here, without a prefix of the base model, of the weight that the source calls `name`."""
+        """The names in this package, without the prefix of the base model, of the source's weight `name`."""
         for pattern, replacement in (*self.names.get(head, ()), *self.names.get(None, ())):
             if re.match(pattern, name):
                 return self._repeated(re.sub(pattern, replacement, name, count=1), config)
@@ -67,7 +68,7 @@ class SourceKind:
 
     @staticmethod
     def _repeated(name: str, config: PreTrainedConfig) -> list[str]:
-        """Of a weight that layers share, `encoder.layer.{group}.{place}.…`, a name for each layer that has it."""
+        """The names, one for each layer, of a weight that layers share, `encoder.layer.{group}.{place}.…`."""
         match = re.match(r"encoder\.layer\.\{(\d+)\.(\d+)\}\.(.*)", name)
         if match is None:
             return [name] if name else []
@@ -78,7 +79,7 @@ class SourceKind:
 
 
 def approximates_softmax(config: Any) -> bool:
-    """Whether a family's attention is softmax attention of the whole sequence, or approximates it with the tokens' own
+    """Whether a family's attention is softmax attention over the whole sequence, or approximates it with the same
     queries and keys."""
     has_landmarks, is_control = hasattr(config, "num_landmarks"), getattr(config, "feature_map", "") is None
     return (has_landmarks or is_control) and not config.is_decoder
@@ -86,7 +87,8 @@ def approximates_softmax(config: Any) -> bool:
 
 # ---- kinds ----
 
-# A pooler and a linear layer over it are the head of sequences and of choices; elsewhere, the pooler is not used.
+# The heads for sequence classification and multiple choice are a pooler and a linear layer; other heads have no
+# pooler.
 _POOLED_HEADS: dict[str | None, Rules] = {
     "ForSequenceClassification": (
         (r"pooler\.dense\.", "classifier.dense."),
@@ -100,9 +102,9 @@ _BERT = SourceKind(
     fields=lambda config: {"classifier_activation": "tanh"},
     names={
         **_POOLED_HEADS,
-        # Its classes agree with those of the sentence order (0 = in order). But it was trained to tell passages of
-        # other documents, and knows nothing of the order of two passages of one: 52.0 % are right (ALBERT, Lan et al.
-        # 2020, table 5).
+        # The next-sentence head is dropped. Its classes agree with those of the sentence order (0 = in order), but it
+        # was trained to recognise passages of other documents, not the order of two passages of one document: its
+        # accuracy there is 52.0 % (ALBERT, Lan et al. 2020, table 5).
         None: ((r"cls\.seq_relationship\..*", ""),),
     },
     pretraining_class="AutoModelForPreTraining",
@@ -112,7 +114,7 @@ _ROBERTA = SourceKind(
     model_types=("roberta", "xlm-roberta", "camembert"),
     fields=lambda config: {"classifier_activation": "tanh"},
     first_position=lambda config: config.pad_token_id + 1,
-    # Its field counts the rows before the first position, too (514 for 512 tokens).
+    # max_position_embeddings counts the rows before the first position, too (514 for 512 tokens).
     longest=lambda config: config.max_position_embeddings - config.pad_token_id - 1,
     names={
         "ForMultipleChoice": _POOLED_HEADS["ForMultipleChoice"],
@@ -135,7 +137,7 @@ _DISTILBERT = SourceKind(
         "classifier_dropout": config.seq_classif_dropout,
         "classifier_activation": "relu",
         "layer_norm_eps": 1e-12,
-        # It has none: one type that adds nothing.
+        # DistilBERT has no token types: one type of zeros.
         "type_vocab_size": 1,
     },
     names={
@@ -222,10 +224,10 @@ SOURCE_TYPES = tuple(model_type for kind in _KINDS for model_type in kind.model_
 
 
 def source_kind(config: PreTrainedConfig) -> SourceKind:
-    """What checkpoints with this configuration are.
+    """The kind of checkpoints with this configuration.
 
     Raises:
-        ValueError: if it is none that can be converted.
+        ValueError: if such checkpoints cannot be converted.
     """
     kind = next((kind for kind in _KINDS if config.model_type in kind.model_types), None)
     if kind is None:
@@ -242,7 +244,7 @@ def source_kind(config: PreTrainedConfig) -> SourceKind:
 
 
 def source_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of `BaseConfig` that a source has, under their names here; the longest sequence in tokens."""
+    """The fields of `BaseConfig` that a source has, under this package's names; the longest sequence in tokens."""
     kind = source_kind(config)
     inherited = {item.name for item in dataclasses.fields(PreTrainedConfig)}
     names = {item.name for item in dataclasses.fields(BaseConfig)} - inherited
@@ -255,10 +257,10 @@ def source_head(config: PreTrainedConfig, default: str | None = None) -> str:
     """The head, one of `HEADS`, of the class that the source was saved from; "Model" if it has no counterpart.
 
     Args:
-        default: the answer where config.json does not name the class.
+        default: the head if config.json does not name the class.
 
     Raises:
-        ValueError: if it does not, and there is no default.
+        ValueError: if config.json does not name the class, and there is no default.
     """
     names = config.architectures or []
     if not names and default is not None:
@@ -274,18 +276,18 @@ def source_head(config: PreTrainedConfig, default: str | None = None) -> str:
 
 
 def check_head(head: str, config: PreTrainedConfig) -> None:
-    """Raises ValueError for a head that is unknown, or whose weights mean something else here."""
+    """Raises ValueError for a head that is unknown, or whose weights mean something else in this package."""
     if head not in HEADS:
         raise ValueError(f"head={head!r} is unknown: use one of {', '.join(HEADS)}.")
     if head == "ForCausalLM" and not config.is_decoder:
         raise ValueError(
-            "head='ForCausalLM' predicts the next token, and the source's attention sees the whole sequence "
+            "head='ForCausalLM' predicts the next token, but the source's attention sees the whole sequence "
             "(is_decoder=False): use head='ForMaskedLM'."
         )
     if config.model_type == "electra" and head == "ForMultipleChoice":
         for name, value in (("summary_type", "first"), ("summary_use_proj", True), ("summary_activation", "gelu")):
             if getattr(config, name) != value:
                 raise ValueError(
-                    f"The source has {name}={getattr(config, name)!r}, and its head of choices has a counterpart only "
-                    f"with {value!r}: give head='Model' to convert the encoder alone."
+                    f"The source has {name}={getattr(config, name)!r}, but its multiple choice head has a counterpart "
+                    f"only with {value!r}: give head='Model' to convert only the encoder."
                 )

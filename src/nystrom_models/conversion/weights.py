@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of this package with the weights of a source, and where each of them comes from."""
+"""A model of this package with the weights of a source, and the origin of each weight."""
 
 import copy
 import re
@@ -22,7 +22,7 @@ _POSITIONS = "embeddings.position_embeddings.weight"
 _TYPES = "embeddings.token_type_embeddings.weight"
 _WORDS = "embeddings.word_embeddings.weight"
 _DECODER = "cls.predictions.decoder.weight"
-# What a family's attention has beside queries, keys and values: another family's has no place for it.
+# Weights of a family's attention beside queries, keys and values, which the other families do not have.
 _OF_A_FAMILY = re.compile(
     r"encoder\.(layer\.\d+\.attention\.self\.(conv|query_features|key_features|\w*projection)|sequence_projection)\."
 )
@@ -30,7 +30,7 @@ _OF_A_FAMILY = re.compile(
 
 @dataclass
 class _State:
-    """Weights for a model, by names without the prefix of the base model, and where they come from."""
+    """Weights for a model, by names without the prefix of the base model, and their origins."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     origins: dict[str, tuple[str | None, str]] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class _State:
 def take_over(
     source: SourceModel, config: BaseConfig, head: str, positions: str
 ) -> tuple[PreTrainedModel, ConversionReport]:
-    """A model with the source's weights, in the source's dtype and in evaluation mode, and what came from where.
+    """A model with the source's weights, in the source's dtype and in evaluation mode, and the report.
 
     Args:
-        config: fits the source, see `check_config`.
-        head: of the model, one of `HEADS`; weights of another head stay behind.
+        config: one that fits the source, see `check_config`.
+        head: the head of the model, one of `HEADS`; weights of another head are dropped.
         positions: "repeat" or "interpolate", see `fit_positions`.
 
     Raises:
@@ -60,7 +60,7 @@ def take_over(
     state, left_behind = _State(), set(source.unread)
     for name, (tensor, theirs) in source.weights.items():
         if name == "cls.predictions.bias" and not config.tie_word_embeddings:
-            # There, only the output layer's own bias is read.
+            # The model reads only the bias of the output layer itself.
             continue
         if name in (_POSITIONS, _TYPES):
             continue
@@ -77,7 +77,7 @@ def take_over(
         if isinstance(module, SelfAttention) and module.conv is not None:
             weight = f"{name}.conv.weight"
             if weight not in state.tensors:
-                # The model begins as the source's function, and gradients reach a kernel of zeros.
+                # The model starts as the same function as the source, and a kernel of zeros still gets gradients.
                 state.put(weight, torch.zeros_like(module.conv.weight), None, "zero, to be trained")
 
     loaded = {_with_prefix(name, prefix): tensor for name, tensor in state.tensors.items()}
@@ -120,7 +120,7 @@ def _put_embeddings(state: _State, source: SourceModel, config: BaseConfig, posi
         else:
             table, theirs = source.weights[_POSITIONS]
             rows, how = fit_positions(table, source.kind.first_position(source.config), length, positions)
-        # The rows before the first position are no token's.
+        # No token uses the rows before the first position.
         unused = rows.new_zeros(config.first_position, rows.shape[1])
         state.put(_POSITIONS, torch.cat([unused, rows]), theirs, how)
     if _TYPES in source.weights:
@@ -129,12 +129,12 @@ def _put_embeddings(state: _State, source: SourceModel, config: BaseConfig, posi
         how = f"types from {len(types)} on are copies of type 0, to be trained" if added else "copied"
         state.put(_TYPES, torch.cat([types, types[:1].expand(added, -1)]), theirs, how)
     else:
-        how = "zero, for the source has no token types"
+        how = "zero, because the source has no token types"
         state.put(_TYPES, words.new_zeros(config.type_vocab_size, words.shape[1]), None, how)
 
 
 def _put_projections(state: _State, source: SourceModel, model: PreTrainedModel, positions: str) -> set[str]:
-    """Projections, from the source or as segment means; returns the names of the source's that were used."""
+    """Adds the projections, from the source or as segment means; returns the names of the source's that were used."""
     same_family = source.kind.is_ours and source.config.model_type == model.config.model_type
     theirs = projection_places(source.model) if same_family else []
     same_type = same_family and projection_type(source.config) == projection_type(model.config)
@@ -150,7 +150,7 @@ def _put_projections(state: _State, source: SourceModel, model: PreTrainedModel,
 
 
 def _origins(model: PreTrainedModel, state: _State, prefix: str) -> list[Origin]:
-    """Of each parameter once, by its first name; tied ones have several."""
+    """The origin of each parameter under its first name; tied parameters have several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -169,12 +169,12 @@ def _notes(source: SourceModel, config: BaseConfig, state: _State) -> list[str]:
     fixed = source.kind.head_activation
     if fixed is not None and config.hidden_act != fixed and "cls.predictions.transform.dense.weight" in state.tensors:
         notes.append(
-            f"the masked language modelling head applies hidden_act={config.hidden_act!r} where the source's applies "
-            f"{fixed}: its logits differ"
+            f"the masked language modelling head applies hidden_act={config.hidden_act!r}, the source's applies "
+            f"{fixed}: their logits differ"
         )
     if not approximates_softmax(config) and config.model_type != source.config.model_type:
         notes.append(
-            f"the attention of model_type={config.model_type!r} is another function than the source's at every "
-            "length, to be trained on"
+            f"the attention of model_type={config.model_type!r} is a different function from the source's at every "
+            "length: train the model further"
         )
     return notes

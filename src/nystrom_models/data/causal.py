@@ -45,12 +45,12 @@ ROWS = Features(
 def causal_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy of a tokenizer that does not end a prompt: special tokens stand only before the text.
 
-    BERT's tokenizer turns a text into `[CLS] text [SEP]`. After `[SEP]`, a model that has learned its meaning would
-    write nothing. The copy of such a tokenizer gives `[CLS] text`, with `[CLS]` as bos and `[SEP]` as eos token if it
-    has none of its own. Other tokenizers are copied unchanged. The copy pads on the left, as generation needs.
+    BERT's tokenizer turns a text into `[CLS] text [SEP]`. A trained model would generate nothing after `[SEP]`. The
+    copy of such a tokenizer gives `[CLS] text`, with `[CLS]` as bos and `[SEP]` as eos token if it has no others.
+    Other tokenizers are copied unchanged. The copy pads on the left, as generation needs.
 
     Raises:
-        ValueError: if it is not a fast tokenizer, or has no token that can serve as eos.
+        ValueError: if it is not a fast tokenizer, or has no token that can be eos.
     """
     if not tokenizer.is_fast:
         raise ValueError("tokenizer must be a fast tokenizer, as AutoTokenizer loads it: its offsets are needed.")
@@ -123,8 +123,8 @@ def encode_documents(
 
 
 def _cut(starts: np.ndarray, num_tokens: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of rows. A row that continues a document repeats the last token of the row before, which
-    predicted nothing there. So each token of a document but the first is predicted once."""
+    """Beginnings and ends of rows. A row that continues a document begins with the last token of the previous row,
+    which predicted nothing there. So each token of a document except the first is predicted once."""
     first = 0
     while first + 1 < num_tokens:
         end = min(first + block_size, num_tokens)
@@ -199,7 +199,7 @@ def causal_dataset(
 
     Each document is tokenized once, ended by eos, and packed with others into rows of `block_size` tokens. All rows
     are full, except the last of every 1,000 documents. Where a document is cut, the next row begins with the last
-    token before the cut, so that each token of a document but the first is predicted once. With a tokenizer that
+    token before the cut, so that each token of a document except the first is predicted once. With a tokenizer that
     begins texts with a bos token, the bytes of all rows therefore add up to those of all texts.
 
     Args:
@@ -209,7 +209,7 @@ def causal_dataset(
         text_column: the column that holds the documents.
         num_proc: number of processes that tokenize (`datasets.Dataset.map`, which also caches the result).
         load_from_cache_file: whether a cached result is used.
-        desc: text beside the progress bar.
+        desc: label of the progress bar.
 
     Returns:
         Columns, as NumPy arrays: `input_ids` (int32), `document_starts` (int32, where documents begin within the row,
@@ -242,7 +242,7 @@ def causal_dataset(
         **options,
     )
     if len(rows) == 0:
-        raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents holds no text.")
+        raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents contains no text.")
     rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
     return rows.with_format("numpy")
 
@@ -259,7 +259,7 @@ def causal_stream(
     """A [`StreamLoader`] of rows as [`causal_dataset`] makes them. `options` are passed to the loader.
 
     Raises:
-        ValueError: as [`causal_dataset`] does, and if the stream holds no document.
+        ValueError: as [`causal_dataset`], and if the stream contains no document.
     """
     _check(tokenizer, block_size, text_column, stream_columns(documents))
     build_rows = partial(build_causal_rows, tokenizer=tokenizer, block_size=block_size, text_column=text_column)

@@ -21,7 +21,7 @@ class TextTask:
     label_column: str = "label"
     label_names: tuple[str, ...] | None = None  # in the order of their ids; None: found in the training set
     regression: bool = False  # the label is a number
-    multi_label: bool = False  # the label is a list of classes, or a text that `label_delimiter` divides into classes
+    multi_label: bool = False  # the label is a list of classes, or a text that is split at `label_delimiter`
     label_delimiter: str = ","
     metric: str = "classification"  # configuration of the metric module
     best_metric: str = "accuracy"  # the metric by which models are compared
@@ -72,7 +72,7 @@ def _unique_labels(dataset: Dataset, column: str, delimiter: str | None) -> Iter
 
 
 def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = None) -> dict[Hashable, int]:
-    """Class ids by label: in the order of the column's `ClassLabel`, else sorted.
+    """Class ids by label: in the order of the column's `ClassLabel`, otherwise sorted.
 
     With a `delimiter`, a row has several labels: a list, or a text that is split at the delimiter.
     """
@@ -85,7 +85,7 @@ def class_labels(dataset: Dataset, label_column: str, delimiter: str | None = No
 
 
 def _truncate(rows: dict[str, list[list[int]]], max_length: int, strategy: TruncationStrategy) -> None:
-    """Keeps the special tokens at both ends of each row, and of the others the last ones, or half of each end."""
+    """Truncates rows: keeps the special tokens at both ends, and the last of the other tokens, or half at each end."""
     for i, special in enumerate(rows["special_tokens_mask"]):
         length = len(special)
         if length > max_length:
@@ -130,7 +130,7 @@ def classification_dataset(
             `label_names`.
         num_proc: processes of `datasets.Dataset.map`.
         load_from_cache_file: whether its cached result is used.
-        desc: text beside the progress bar.
+        desc: label of the progress bar.
         where: the name of the data set in error messages.
         apart: the two texts of a pair are tokenized and truncated each by itself, for models with `dual_encoder`.
 
@@ -140,8 +140,8 @@ def classification_dataset(
         each of the first three is a pair, and the length that of both texts.
 
     Raises:
-        ValueError: if a column does not exist, has another type or lacks a value, a label is not in `label_names`, or
-            a pair should be truncated elsewhere than at its end.
+        ValueError: if a column does not exist, has a wrong type or lacks a value, a label is not in `label_names`, or
+            `truncation_strategy` is not `"head"` for pairs.
     """
     text_columns = [text_column] if isinstance(text_column, str) else list(text_column)
     ids = label_names if isinstance(label_names, Mapping) or label_names is None else None
@@ -231,7 +231,7 @@ def _check_labels(
         unknown = set(_unique_labels(dataset, label_column, label_delimiter)) - ids.keys()
         if unknown:
             raise ValueError(
-                f"The column {label_column!r} of {where} holds {sorted(unknown, key=str)}, which is none of the "
+                f"The column {label_column!r} of {where} contains {sorted(unknown, key=str)}, not among the "
                 f"labels {list(ids)}."
             )
 

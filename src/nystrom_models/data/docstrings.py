@@ -21,7 +21,7 @@ FEATURES = Features({name: Value("string") for name in ("text", "package", "obje
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "_vendor", "vendor"})
 
-# Prose has some of these words; code, tables, signatures and other languages have few.
+# English prose contains some of these words; code, tables, signatures and other languages contain few.
 STOPWORDS = frozenset(
     "a an and are as at be but by can do does each for from has have if in into is it its may more most no not of on"
     " one only or other same should so such than that the their then there these they this to used was we were when"
@@ -93,7 +93,7 @@ def _blocks(docstring: str) -> Iterator[str]:
 
 
 def english_text(docstring: str) -> str:
-    """The prose of a docstring, a paragraph or list entry in each line, without code, tables, headings, markup."""
+    """The prose of a docstring, one paragraph or list entry per line, without code, tables, headings and markup."""
     lines = []
     for block in _blocks(docstring):
         if _CODE.match(block):
@@ -113,7 +113,7 @@ def english_text(docstring: str) -> str:
 def iter_docstrings(
     files: Sequence[tuple[str, str, str, int]], heldout_fraction: float = 0.1, min_words: int = 8
 ) -> Iterator[dict[str, str]]:
-    """English docstrings of `files` (see [`source_files`]), which are parsed and never imported.
+    """English docstrings of `files` (see [`source_files`]), which are parsed but never imported.
 
     Whole files are held out, chosen by a hash of their paths: objects often share text with others in their file.
     """
@@ -134,7 +134,7 @@ def iter_docstrings(
                 text = english_text(ast.get_docstring(node, clean=False) or "")
                 if len(text.split()) >= min_words:
                     yield {"text": text, "package": package, "object": name, "file": relative, "split": split}
-            # Docstrings of functions inside functions are rare; classes and modules hold the rest.
+            # Not of functions inside functions, which rarely have docstrings.
             if isinstance(node, ast.Module | ast.ClassDef | ast.If | ast.Try):
                 for child in ast.iter_child_nodes(node):
                     child_name = getattr(child, "name", None)
@@ -146,8 +146,9 @@ def deduplicate(
 ) -> Iterator[dict[str, Any]]:
     """Drops each line of `text` if more than `max_seen` of its word `ngram`s have occurred before.
 
-    Documentation repeats itself (inherited and generated docstrings, one paragraph for twenty functions), and a
-    held-out text that was also trained on measures memory. Rows with fewer than `min_words` words left are dropped.
+    Documentation repeats text (inherited and generated docstrings, the same paragraph in many functions), and a
+    held-out text that was also trained on measures memorization. Rows with fewer than `min_words` remaining words are
+    dropped.
     """
     seen: set[int] = set()
     for row in rows:
@@ -192,7 +193,7 @@ def load_docstrings(
     if packages is not None:
         missing = set(packages) - {package for _, _, package, _ in files}
         if missing:
-            raise ValueError(f"packages names {sorted(missing)}, of which no Python source is installed.")
+            raise ValueError(f"packages has {sorted(missing)}, of which no Python source is installed.")
         files = [file for file in files if file[2] in set(packages)]
     random.Random(seed).shuffle(files)  # about the same work for each process
     cache = {"cache_dir": None if cache_dir is None else os.fspath(cache_dir), "features": FEATURES}
@@ -202,7 +203,7 @@ def load_docstrings(
         num_proc=num_proc,
         **cache,
     )
-    # Training documents come first, so that held-out documents do not repeat them.
+    # Training documents first, so that the held-out documents that repeat them are the ones to be dropped.
     order = np.random.default_rng(seed).permutation(len(raw))
     heldout = np.asarray(raw["split"])[order] == "validation"
     raw = raw.select(np.concatenate([order[~heldout], order[heldout]]))

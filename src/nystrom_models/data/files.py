@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
-# In these, "NA" and "null" are texts; in .tsv files, so are quotes.
+# "NA" and "null" are texts, not missing values; in .tsv files, quotes are text, too.
 _CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 _TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
-# What each ending is read by, and how. A mixed-type column is an error.
+# The reader of `datasets` for each suffix, and its options. A column of mixed types is an error.
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "paragraph"}),
     ".json": ("json", {"on_mixed_types": None}),
@@ -30,10 +30,10 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def file_ending(path: str) -> str:
-    """Of a data file, without .gz.
+    """The suffix of a data file, without .gz.
 
     Raises:
-        ValueError: if it is none that can be read.
+        ValueError: if files with this suffix cannot be read.
     """
     ending = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if ending not in FORMATS:
@@ -46,7 +46,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 def decoded_lines(path: str) -> Iterator[str]:
-    """Lines of text; a ValueError names file and line of what is not UTF-8, or says that the file is damaged."""
+    """Lines of text. Raises a ValueError with file and line if a line is not UTF-8 or the file is damaged."""
     number = 0
     try:
         with _open(path) as file:
@@ -78,7 +78,7 @@ def _check_json_list(path: str) -> None:
         raise ValueError(f"{path}: not JSON ({error}).") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, item {number}: not a JSON object but {str(row)[:40]!r}.")
+            raise ValueError(f"{path}, item {number}: must be a JSON object, but is {str(row)[:40]!r}.")
 
 
 def _check_json_lines(path: str) -> None:
@@ -89,7 +89,7 @@ def _check_json_lines(path: str) -> None:
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: not a JSON object but {line.strip()[:40]!r}.")
+                raise ValueError(f"{path}, line {number}: must be a JSON object, but is {line.strip()[:40]!r}.")
 
 
 def _check_table(path: str, options: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def _load(
     names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
     if ending == ".parquet" and any(name.endswith(".gz") for name in names):
-        # `datasets` cannot read these. Parquet compresses its columns already, so that they are rare.
+        # `datasets` cannot read .parquet.gz. Such files are rare, because Parquet already compresses its columns.
         parts = []
         for name in names:
             with _open(name) as file:
@@ -140,9 +140,9 @@ def load_files(
         paths: `.txt` (column `text`; documents are separated by empty lines), `.jsonl` (one object a line), `.json`
             (the same, or a list of objects), `.csv` or `.tsv` (with a header; an empty field is missing, and in
             `.tsv` files quotes are text) or `.parquet`, each also compressed as `.gz`; in UTF-8.
-        flag: where the paths were given, for error messages.
-        cache_dir: where `datasets` keeps its files; its own default if not given.
-        streaming: gives an `IterableDataset`, which reads the files when it is gone through, and no `Dataset`.
+        flag: the flag that gave the paths, for error messages.
+        cache_dir: where `datasets` keeps its files; None for its default.
+        streaming: returns an `IterableDataset`, which reads the files during iteration, instead of a `Dataset`.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -151,10 +151,10 @@ def load_files(
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if not names:
-        raise ValueError(f"{flag} names no file.")
+        raise ValueError(f"{flag} has no file: give at least one.")
     for name in names:
         if not os.path.isfile(name):
-            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
+            raise FileNotFoundError(f"{flag} {name} is not a file.")
     endings = {file_ending(name) for name in names}
     if len(endings) > 1:
         raise ValueError(f"The files of {flag} must have one format, but they end in {sorted(endings)}.")
@@ -170,17 +170,17 @@ def load_files(
         dataset = _load(names, endings.pop(), cache_dir, streaming)
         if isinstance(dataset, IterableDataset):
             return dataset
-        dataset.data.table.validate(full=True)  # the JSON reader lets pass what is not UTF-8
+        dataset.data.table.validate(full=True)  # the JSON reader accepts text that is not UTF-8
     except (DatasetsError, EOFError, TypeError, ValueError, zlib.error) as error:
         for name in names:
             _check_lines(name)
         if "corresponds to no data" in str(error):
-            raise ValueError(f"The files of {flag} hold no rows: {', '.join(names)}.") from error
+            raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.") from error
         raise ValueError(f"{', '.join(names)}, given by {flag}, cannot be read: {error.__cause__ or error}") from error
-    # What pandas makes of lines that are all longer than the header.
+    # pandas returns such columns if all lines are longer than the header.
     if any(column.startswith("__index_level_") for column in dataset.column_names):
         for name in names:
             _check_lines(name)
     if len(dataset) == 0:
-        raise ValueError(f"The files of {flag} hold no rows: {', '.join(names)}.")
+        raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.")
     return dataset

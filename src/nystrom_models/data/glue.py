@@ -24,7 +24,7 @@ def _task(
         regression=label_names is None,
         metric=name,
         best_metric=best_metric,
-        # Most tasks are submitted with numbers.
+        # Submissions of most tasks contain class numbers.
         prediction_names=label_names if by_name or label_names is None else ("0", "1"),
         prediction_files=mnli if name == "mnli" else {"test": file},
     )
@@ -50,8 +50,8 @@ GLUE_TASKS: dict[str, TextTask] = {
 
 
 def load_glue(task_name: str, cache_dir: str | os.PathLike | None = None) -> Mapping[str, Dataset]:
-    """The splits of a GLUE task from the Hub: `train`, `validation` and `test`, the last two by `_matched` and
-    `_mismatched` for `"mnli"`, which also has `test_ax`, GLUE's diagnostic set. The labels of test sets are hidden."""
+    """The splits of a GLUE task from the Hub: `train`, `validation` and `test`. For `"mnli"`, the last two are split
+    in `_matched` and `_mismatched`, and `test_ax` is GLUE's diagnostic set. The labels of test sets are hidden."""
     cache = None if cache_dir is None else os.fspath(cache_dir)
     splits = dict(load_dataset(GLUE_REPOSITORY, task_name, cache_dir=cache))
     if task_name == "mnli":

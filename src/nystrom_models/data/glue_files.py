@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLUE's tasks from files: as GLUE gives them, and in any other format that is read."""
+"""GLUE's tasks from files: GLUE's own files, or any other format that `load_files` reads."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from datasets import Dataset, concatenate_datasets
 from .files import FORMATS, decoded_lines, file_ending, load_files
 from .glue import GLUE_TASKS
 
-# What GLUE's own files call a task's columns, where that is not the name that they have everywhere else.
+# The names of a task's columns in GLUE's own files, where they differ from the names on the Hub.
 _COLUMNS: dict[str, dict[str, str]] = {
     "mrpc": {"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
     "qqp": {"label": "is_duplicate"},
@@ -21,11 +21,11 @@ _COLUMNS: dict[str, dict[str, str]] = {
     "mnli": {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
 }
 
-# The files of CoLA to train and validate on have no header.
+# CoLA's files for training and validation have no header.
 _COLA = ["source", "label", "mark", "sentence"]
 _COLA_TEST = ["index", "sentence"]
 
-# What the files of a split are called, in GLUE's folders and elsewhere.
+# The names of the files of a split, in GLUE's folders and elsewhere.
 _SPLITS = {
     "train": ("train",),
     "validation": ("dev", "validation"),
@@ -49,25 +49,25 @@ def _read_tsv(path: str, task_name: str) -> Dataset:
         if len(row) == len(header):
             kept.append(row)
         elif task_name == "qqp" and len(row) < len(header):
-            torn.append(number)  # a question with a line end in it
+            torn.append(number)  # a question that contains a line break
         elif row != [""]:
-            raise ValueError(f"{path}, line {number}: {len(row)} fields, but {len(header)} are due, {header}.")
+            raise ValueError(f"{path}, line {number}: {len(row)} fields, but the columns are {len(header)}, {header}.")
     if torn:
-        warnings.warn(f"{path}: {len(torn)} torn lines were left out, the first of them line {torn[0]}.", stacklevel=2)
+        warnings.warn(f"{path}: {len(torn)} broken lines were left out, the first is line {torn[0]}.", stacklevel=2)
     if not kept:
-        raise ValueError(f"{path} holds no rows.")
+        raise ValueError(f"{path} contains no rows.")
     columns = {name: list(values) for name, values in zip(header, zip(*kept, strict=True), strict=True)}
     return Dataset.from_dict(columns)
 
 
 def _labels(values: Sequence[Any], task_name: str, path: str) -> list[Any]:
-    """Labels that are numbers, as numbers."""
+    """The labels, converted to numbers if the task's labels are numbers."""
     try:
         if GLUE_TASKS[task_name].regression:
             return [float(value) for value in values]
         return [int(value) if re.fullmatch(r"-?\d+", str(value)) else value for value in values]
     except ValueError as error:
-        raise ValueError(f"{path}: a label is no number ({error}).") from error
+        raise ValueError(f"{path}: a label is not a number ({error}).") from error
 
 
 def load_glue_files(
@@ -80,17 +80,17 @@ def load_glue_files(
 
     Args:
         task_name: one of [`GLUE_TASKS`].
-        paths: `.tsv` files as GLUE gives them (quotes are text, CoLA's have no header, and lines of QQP that are torn
-            in two are left out with a warning), or what [`load_files`] reads, with GLUE's column names or these.
-        flag, cache_dir: of [`load_files`].
+        paths: GLUE's own `.tsv` files (quotes are text, CoLA's have no header, and broken lines of QQP are left out
+            with a warning), or files that [`load_files`] reads, with GLUE's column names or those of [`GLUE_TASKS`].
+        flag, cache_dir: see [`load_files`].
 
     Raises:
-        FileNotFoundError, ValueError: as [`load_files`] does; with file and line where fields are missing.
+        FileNotFoundError, ValueError: as [`load_files`]; with file and line if fields are missing.
     """
     names = [os.fspath(path) for path in paths]
     for name in names:
         if not os.path.isfile(name):
-            raise FileNotFoundError(f"{flag} names {name}, which is not a file.")
+            raise FileNotFoundError(f"{flag} {name} is not a file.")
     if all(file_ending(name) == ".tsv" for name in names):
         dataset = concatenate_datasets([_read_tsv(name, task_name) for name in names])
     else:
@@ -114,7 +114,7 @@ def _plain(name: str) -> str:
 
 
 def _find(folder: Path, stems: Sequence[str]) -> Path | None:
-    """The file of one of these names, with any ending that is read; GLUE's own first."""
+    """The file with one of these names and any suffix that can be read; GLUE's own file first."""
     for stem in stems:
         for ending in (".tsv", *(ending for ending in FORMATS if ending != ".tsv")):
             for path in (folder / f"{stem}{ending}", folder / f"{stem}{ending}.gz"):
@@ -124,13 +124,13 @@ def _find(folder: Path, stems: Sequence[str]) -> Path | None:
 
 
 def find_glue_files(data_dir: str | os.PathLike, task_name: str) -> dict[str, list[str]]:
-    """The files of a task, by split, in a folder that has a folder for each task, as GLUE's own has.
+    """The files of a task, by split, in a folder that has a folder for each task, like GLUE's own.
 
-    Folders may be named as GLUE names them or as the task is (`STS-B`, `stsb`); files `train`, `dev` or `validation`,
+    A task's folder has GLUE's name or the task's name (`STS-B`, `stsb`). Its files are `train`, `dev` or `validation`,
     and `test`, for MNLI with `_matched` and `_mismatched`, and its diagnostic set `diagnostic/diagnostic.tsv`.
 
     Raises:
-        FileNotFoundError: if the folder, that of the task, or its files to train and to validate on are missing.
+        FileNotFoundError: if the folder, the task's folder, or its training or validation files are missing.
     """
     root = Path(data_dir)
     if not root.is_dir():

@@ -24,7 +24,7 @@ class Step:
     batches: Sequence[Mapping[str, Tensor]]
     num_rows: list[int]  # of each micro-batch; 0 if nothing is left for this process: the batch then does not count
     position: dict[str, Any]  # where the next step begins, for `steps()` of the loader
-    where: str = ""  # what it is made of, for messages
+    where: str = ""  # a description of its rows, for messages
 
     def pin_memory(self) -> "Step":
         """The same step in page-locked memory; called by PyTorch's data loader."""
@@ -33,7 +33,7 @@ class Step:
 
 
 class TrainingLoader(Protocol):
-    """Optimizer steps without end, from any position."""
+    """An endless sequence of optimizer steps, from any position."""
 
     def steps(
         self,
@@ -54,19 +54,19 @@ class TrainingLoader(Protocol):
         """Optimizer steps of one pass over the data."""
 
     def step_size(self, num_processes: int = 1) -> str:
-        """The size of an optimizer step, in words."""
+        """A description of the size of an optimizer step."""
 
     def summary(self, num_steps: int, num_processes: int = 1) -> str:
-        """What a run of this many steps trains on, in words."""
+        """A description of the data of a run of `num_steps` steps."""
 
 
-# Seconds that a worker continues after SIGTERM.
+# Number of seconds that a worker continues after SIGTERM.
 _GRACE = 20
 
 
 def without_signals(worker: int) -> None:
-    """For workers: a signal to all processes of a run is meant for the training process, which still needs one more
-    step from its workers. Python also ends workers by SIGTERM when it exits: they obey after some seconds."""
+    """For workers: ignores signals. A signal to all processes of a run is meant for the training process, which needs
+    one more step from its workers. Python also ends workers by SIGTERM when it exits: they end after some seconds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "alarm"):  # not on Windows, where there is no such signal either
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -74,7 +74,7 @@ def without_signals(worker: int) -> None:
 
 
 def unchanged(item: Any) -> Any:
-    """For data that already come as batches."""
+    """A collate function for data that already are batches."""
     return item
 
 
@@ -100,7 +100,7 @@ class _PlannedSteps(torch.utils.data.Dataset):
     def __getitems__(self, plan: _Plan) -> Step:
         batches = []
         for group in plan.groups:
-            # A process without rows computes a batch that does not count.
+            # A process without rows computes a batch that is ignored.
             epochs, indices = zip(*group, strict=True) if group else ((0,), (0,))
             rows = self.dataset.__getitems__(list(indices))
             batches.append(self.collate_fn([{**row, "epoch": epoch} for row, epoch in zip(rows, epochs, strict=True)]))
@@ -121,13 +121,13 @@ class _Order:
 class RowLoader:
     """Optimizer steps from a data set whose rows can be counted.
 
-    Epochs follow each other without a gap, each a random order of all rows that depends on `seed` and the epoch alone:
-    a step takes the next rows of it, whatever their lengths, so that steps are similar. Within a step, rows of similar
-    length share a micro-batch. The position of a run is the number of rows that it has seen, so it may continue with
-    another number of processes or another micro-batch size.
+    Each epoch is a random order of all rows that depends only on `seed` and the epoch; epochs follow each other
+    without a gap. A step takes the next rows, of any length, so that steps are similar. Within a step, rows of similar
+    length share a micro-batch. The position of a run is the number of rows trained on, so it may continue with another
+    number of processes or another micro-batch size.
 
-    Steps of rows of one length would waste less on padding, but would differ in size: 32 rows of 20 tokens are a small
-    step and 32 rows of 500 tokens a large one, with the same learning rate. Steps that are counted in tokens may be
+    Steps of rows of similar length would need less padding, but would differ in size: 32 rows of 20 tokens are a small
+    step and 32 rows of 500 tokens a large one, with the same learning rate. Steps whose size is given in tokens may be
     grouped by length.
 
     Args:
@@ -141,7 +141,7 @@ class RowLoader:
             ones, with the same number of tokens. The last step of an epoch may then be smaller.
         seed: of the order.
         num_workers: processes that make batches; 0 makes them in this one.
-        pin_memory: hand batches out in page-locked memory, from which a GPU reads them faster.
+        pin_memory: return batches in page-locked memory, from which a GPU reads them faster.
         length_column: name of the column of lengths.
 
     Raises:
@@ -163,7 +163,7 @@ class RowLoader:
     ):
         if group_by_length and tokens_per_step is None:
             raise ValueError(
-                "group_by_length makes steps of unequal size if they are counted in rows: give tokens_per_step."
+                "With group_by_length, steps of a fixed number of rows differ in size: give tokens_per_step."
             )
         if len(dataset) == 0:
             raise ValueError("The training set is empty.")
@@ -240,7 +240,7 @@ class RowLoader:
             if self.tokens_per_step is not None:
                 rounds = math.ceil(len(rows) / (self.micro_batch * num_processes))
             groups = deal(rows, [self.lengths[row] for _, row in rows], rounds * num_processes)
-            # At the same time, the processes compute groups of similar length.
+            # In each round, all processes compute groups of similar length.
             epoch, place = divmod(first, len(self.dataset))
             where = f"epoch {epoch + 1}, {len(rows)} rows from number {place + 1} of its order on"
             yield _Plan(groups[process_index::num_processes], end, where)
@@ -263,7 +263,7 @@ class RowLoader:
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 worker_init_fn=without_signals,
-                generator=torch.Generator(),  # else drawing the workers' seed would change dropout
+                generator=torch.Generator(),  # otherwise, drawing the workers' seed would change dropout
             )
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for masked language modeling (MLM) and sentence-order prediction (SOP), drawn again in every epoch."""
+"""Batches for masked language modeling (MLM) and sentence-order prediction (SOP), with new masks in every epoch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class PretrainingCollator:
         self._ordinary[self.tokenizer.all_special_ids] = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws other splits, swaps and masks from now on, for rows without an `epoch` of their own."""
+        """Sets the epoch of splits, swaps and masks, for rows without an `epoch` of their own."""
         self.epoch = epoch
 
     def _segments(self, row: Mapping[str, Any], rng: np.random.Generator) -> tuple[list[slice], int]:

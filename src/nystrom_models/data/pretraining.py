@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows for masked language modeling (MLM) and sentence-order prediction (SOP), cut from documents.
 
-A row holds token ids and the places where sentences begin. Everything that is drawn again in every epoch is left to
+A row contains token ids and the positions where sentences begin. What changes in every epoch is drawn by
 [`PretrainingCollator`]: how a row is split into a pair, whether the pair is swapped, and which tokens are masked.
 """
 
@@ -27,10 +27,10 @@ FEATURES = Features(
 )
 WORD_FEATURES = Features({**FEATURES, "word_starts": Column(Value("bool"))})
 
-# Each document has this many numbers for its rows.
+# The most rows of a document: the number of a row is below this.
 MAX_ROWS_OF_A_DOCUMENT = 2**20
 
-# If fewer rows than this share have two sentences or more, the data teach almost nothing about sentence order.
+# If a smaller share of the rows has at least two sentences, a model learns almost nothing about sentence order.
 MIN_ORDERED_SHARE = 0.03
 
 
@@ -171,7 +171,7 @@ def pretraining_dataset(
         with_word_starts: also store where words begin, for whole-word masking.
         num_proc: number of processes (`datasets.Dataset.map`, which also caches the result).
         load_from_cache_file: whether a cached result is used.
-        desc: text beside the progress bar.
+        desc: label of the progress bar.
 
     Returns:
         Columns, as NumPy arrays: `input_ids` (int32, without special tokens), `sentence_starts` (int32, where
@@ -204,13 +204,13 @@ def pretraining_dataset(
         desc=desc,
     )
     if len(rows) == 0:
-        raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents holds no text.")
+        raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents contains no text.")
     rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
     return rows.with_format("numpy")
 
 
 def ordered_share(rows: Dataset) -> float:
-    """The share of rows in which a sentence begins: only these can be split, and teach sentence order."""
+    """The share of rows in which a sentence begins: only these can be split, and count for sentence order."""
     lengths = [
         len(starts)
         for batch in rows.select_columns("sentence_starts").with_format("arrow").iter(10_000)

@@ -14,7 +14,7 @@ class Template:
         self.special: list[list[int]] = [[] for _ in range(num_texts + 1)]  # ids before each text, and after the last
         self.special_types: list[list[int]] = [[] for _ in range(num_texts + 1)]
         self.text_types = [0] * num_texts
-        text = -1  # the last text that was met
+        text = -1  # the number of the last text so far
         for token, kind, sequence in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
             if sequence is None:
                 self.special[text + 1].append(token)

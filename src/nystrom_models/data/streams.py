@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for pretraining from a stream of documents, which several processes share and which is resumed exactly."""
+"""Rows for pretraining from a stream of documents that several processes share, and that can be resumed exactly."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,8 +70,8 @@ class Lane:
     """Every `num_lanes`-th document of a stream, from number `lane` on, as rows in random order.
 
     Rows are drawn from a block of at least `buffer_size` rows, while the next block is read. The position of a lane is
-    where its block begins in the stream, and how many rows were drawn from the block. To return to that position, only
-    the block is read, and nothing before it.
+    the beginning of its block in the stream and the number of rows drawn from the block. To return to a position, only
+    its block is read, and nothing before it.
 
     Args:
         documents: one document in each row.
@@ -91,7 +91,7 @@ class Lane:
     documents_of_a_batch: int = DOCUMENTS_OF_A_BATCH
 
     def rows(self, epoch: int, state: Mapping[str, Any] | None = None) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """The rows of an epoch, from the beginning or from a state. Each comes with the state of the lane after it."""
+        """The rows of an epoch, from the beginning or from a state, each with the state of the lane after it."""
         state = state or {"documents": 0, "stream": None, "drawn": 0}
         reader = _Reader(self, state["documents"], state["stream"])
         drawn, place = state["drawn"], reader.place()
@@ -146,21 +146,21 @@ class StreamLoader:
     """Optimizer steps from a stream of documents that several processes share.
 
     A stream that begins on n processes has n lanes, and its documents go to the lanes in turn: every process reads all
-    documents, and one process tokenizes each. A step takes the same number of rows from each lane. An epoch ends for
-    all processes together, when no lane has a row left: every row is trained on once, and a process that has no rows
-    left before the others computes batches that do not count. The same lanes may continue on fewer processes, each of
-    which then has several lanes.
+    documents, but only one process tokenizes each. A step takes the same number of rows from each lane. An epoch ends
+    for all processes together, when no lane has a row left: every row is trained on once, and a process that runs out
+    of rows before the others computes batches that are ignored. The same lanes may continue on fewer processes, each
+    of which then has several lanes.
 
     Args:
-        documents: a document a row.
-        build_rows: makes rows of a batch of documents and their numbers.
+        documents: one document in each row.
+        build_rows: makes rows from a batch of documents and their numbers.
         collate_fn: makes a batch of rows; each row also has its `epoch`.
         per_device_train_batch_size: rows of one micro-batch.
         gradient_accumulation_steps: micro-batches of a step on each process.
         buffer_size: number of rows among which rows are drawn at random.
         seed: of the order.
         num_workers: 0 reads the stream in this process; 1 or more in another process.
-        pin_memory: hand batches out in page-locked memory, from which a GPU reads them faster.
+        pin_memory: return batches in page-locked memory, from which a GPU reads them faster.
         blank: a row for processes that have none left.
         documents_of_a_batch: how many documents of a lane `build_rows` gets at once.
     """
@@ -222,7 +222,7 @@ class StreamLoader:
                 collate_fn=unchanged,
                 pin_memory=self.pin_memory,
                 worker_init_fn=without_signals,
-                generator=torch.Generator(),  # else drawing the workers' seed would change dropout
+                generator=torch.Generator(),  # otherwise, drawing the workers' seed would change dropout
             )
         )
 
@@ -233,7 +233,7 @@ class StreamLoader:
         position: Mapping[str, Any] | None = None,
         any_process: Callable[[bool], bool] = bool,
     ) -> Iterator[Step]:
-        """As `TrainingLoader.steps`. Raises ValueError if the stream holds no text."""
+        """See `TrainingLoader.steps`. Raises ValueError if the stream contains no text."""
         position = position or {"epoch": 0, "num_lanes": num_processes, "lanes": {}}
         epoch, num_lanes = position["epoch"], position["num_lanes"]
         lanes, rows = self._lanes(num_lanes, num_processes, process_index)
@@ -252,7 +252,7 @@ class StreamLoader:
                 step.position = {"epoch": epoch, "num_lanes": num_lanes, "lanes": here}
                 yield step
             if number == 0 and fresh:
-                raise ValueError("The stream of documents holds no text.")
+                raise ValueError("The stream of documents contains no text.")
             epoch, states, fresh = epoch + 1, {}, True
 
     def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def pretraining_stream(
     """A [`StreamLoader`] of the rows that [`pretraining_dataset`] makes; `options` are the loader's own.
 
     Raises:
-        ValueError: as [`pretraining_dataset`] does, and if the stream holds no document.
+        ValueError: as [`pretraining_dataset`], and if the stream contains no document.
     """
     check_options(tokenizer, max_length, short_seq_prob, text_column, stream_columns(documents))
     build_rows = partial(

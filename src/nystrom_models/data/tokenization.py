@@ -27,7 +27,7 @@ class TextBatches:
 
 
 def _continuations(texts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """`##c` for every character c of the texts that does not begin a word of its own, in a fixed order."""
+    """`##c` for every character c of the texts that can occur inside a word, in a fixed order."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
@@ -55,7 +55,8 @@ def train_tokenizer(
     Args:
         texts: strings or lists of strings, read twice; an iterator is first read into memory.
         vocab_size: upper bound of the vocabulary, special tokens included.
-        model_max_length: the longest sequence, special tokens included, that the model takes; it is saved along.
+        model_max_length: the longest sequence, special tokens included, that the model takes; saved with the
+            tokenizer.
         lowercase: whether case and accents are dropped.
         min_frequency: how often a pair of pieces must occur to become one piece.
         show_progress: progress bars of `tokenizers`.
@@ -64,7 +65,7 @@ def train_tokenizer(
         A tokenizer that `save_pretrained` writes and `AutoTokenizer.from_pretrained` reads.
 
     Raises:
-        ValueError: if `vocab_size` cannot hold the special tokens, or `texts` holds no text.
+        ValueError: if `vocab_size` is too small for the special tokens, or `texts` contains no text.
     """
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ValueError(f"vocab_size must be above {len(SPECIAL_TOKENS)}, for example 8000, but is {vocab_size}.")
@@ -74,8 +75,8 @@ def train_tokenizer(
     tokenizer.decoder = decoders.WordPiece()
     if iter(texts) is texts:
         texts = list(texts)
-    # The trainer would number these pieces in the order of a hash map, which differs between processes, and would
-    # break ties between merges by these numbers: two runs would give two vocabularies.
+    # The trainer would number these pieces in the order of a hash map, which differs between processes, and resolve
+    # ties between merges by these numbers: two runs would give different vocabularies.
     continuations = _continuations(
         chain.from_iterable([item] if isinstance(item, str) else item for item in texts), tokenizer
     )
@@ -91,7 +92,7 @@ def train_tokenizer(
     unused = {piece for piece in continuations if piece[2:] not in trained}
     tokens = [token for token in sorted(trained, key=trained.__getitem__) if token not in unused]
     if len(tokens) <= len(SPECIAL_TOKENS):
-        raise ValueError("texts holds no text to train a tokenizer from: check the data set and its text column.")
+        raise ValueError("texts contains no text to train a tokenizer on: check the data set and its text column.")
     # A new model: the trained tokenizer treats the continuations as special tokens.
     fresh = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     fresh.normalizer, fresh.pre_tokenizer, fresh.decoder = (
@@ -129,13 +130,14 @@ def train_byte_level_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer like GPT-2's, for causal models.
 
-    It loses nothing of a text: no character is unknown, and decoding restores case and spaces. A prompt becomes
-    `<s> A`, without an end; `</s>` is the end-of-sequence token.
+    It is lossless: no character is unknown, and decoding restores case and spaces. A prompt becomes `<s> A`, without
+    an end-of-sequence token; that token is `</s>`.
 
     Args:
         texts: strings or lists of strings, read once.
         vocab_size: upper bound of the vocabulary, the 256 bytes and the special tokens included.
-        model_max_length: the longest sequence, special tokens included, that the model takes; it is saved along.
+        model_max_length: the longest sequence, special tokens included, that the model takes; saved with the
+            tokenizer.
         min_frequency: how often a pair of pieces must occur to become one piece.
         show_progress: progress bars of `tokenizers`.
 
@@ -143,7 +145,7 @@ def train_byte_level_tokenizer(
         A tokenizer that `save_pretrained` writes and `AutoTokenizer.from_pretrained` reads.
 
     Raises:
-        ValueError: if `vocab_size` cannot hold the bytes and the special tokens.
+        ValueError: if `vocab_size` is too small for the bytes and the special tokens.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(CAUSAL_SPECIAL_TOKENS)

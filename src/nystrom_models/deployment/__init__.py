@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models outside of PyTorch. Needs the extra `onnx`."""
+"""Export of models to ONNX, to run without PyTorch. Needs the extra `onnx`."""
 
 from .folder import export_folder, load_for_export
 from .onnx import compare_onnx, export_onnx

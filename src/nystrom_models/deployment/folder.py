@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as a folder for ONNX Runtime: the model, as it is and in 8 bits, configuration and tokenizer."""
+"""A checkpoint as a folder for ONNX Runtime: the model in float32 and in 8 bits, configuration and tokenizer."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from ..checkpoint import load_complete
 from ..models.configuration_base import BaseConfig
 from .onnx import INPUT_NAMES, export_onnx, require_packages
 
-# Transformers' names of what a head is for.
+# Transformers' names of the tasks, with the Auto class of each.
 TASKS = {
     "feature-extraction": "AutoModel",
     "fill-mask": "AutoModelForMaskedLM",
@@ -27,15 +27,15 @@ TASKS = {
 def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrainedModel:
     """The model of a folder or Hub name, in float32 and in evaluation mode.
 
-    task: one of `TASKS`, whose head it gets; the head that it was saved with if None.
+    task: one of `TASKS`, which chooses the head; None for the head that the model was saved with.
 
     Raises:
-        ValueError: for a model of another package, or without the weights of its head.
+        ValueError: for a model of another package, or if weights of the head are missing.
     """
     config = AutoConfig.from_pretrained(name)
     if not isinstance(config, BaseConfig):
         raise ValueError(
-            f"{name} is a {config.model_type!r}, and exported are models of this package alone: convert it, or use "
+            f"{name} is a {config.model_type!r}, and only models of this package are exported: convert it, or use "
             "Hugging Face Optimum."
         )
     import nystrom_models
@@ -47,14 +47,14 @@ def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrai
         model_class = getattr(nystrom_models, config.architectures[0], None)
         if model_class is None:
             raise ValueError(
-                f"{name} was saved as {config.architectures[0]}, which is no class of this package: say by the task "
-                f"which head is meant ({', '.join(TASKS)})."
+                f"{name} was saved as {config.architectures[0]}, which is not a class of this package: choose the "
+                f"head by the task ({', '.join(TASKS)})."
             )
     return load_complete(model_class, name, "choose a task that the checkpoint was trained for.")
 
 
 def model_inputs(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the tokenizer gives and the model takes."""
+    """The inputs that the tokenizer returns and the model takes."""
     return [name for name in tokenizer.model_input_names if name in INPUT_NAMES]
 
 
@@ -67,15 +67,15 @@ def export_folder(
     quantize: bool = False,
     input_names: Sequence[str] | None = None,
 ) -> dict[str, Path]:
-    """Writes model.onnx, verified against the model, beside `config.json` and the tokenizer.
+    """Writes model.onnx, verified against the model, with `config.json` and the tokenizer.
 
     Args:
         model: see `export_onnx`.
-        tokenizer: what it is used with.
-        folder: made if it is not there.
+        tokenizer: the tokenizer of the model.
+        folder: created if it does not exist.
         opset_version: see `export_onnx`.
-        quantize: also write model_quantized.onnx, with weights of 8 bits.
-        input_names: of the file; what the tokenizer gives if None.
+        quantize: also write model_quantized.onnx, with 8-bit weights.
+        input_names: inputs of the file; None for those that the tokenizer returns.
 
     Returns: the files, by the names "onnx" and "int8".
     """
@@ -90,7 +90,7 @@ def export_folder(
         from onnxruntime.quantization import quantize_dynamic
 
         files["int8"] = folder / "model_quantized.onnx"
-        logging.disable(logging.WARNING)  # it advises to preprocess the model, which changes nothing here
+        logging.disable(logging.WARNING)  # it recommends preprocessing, which changes nothing here
         try:
             quantize_dynamic(path, files["int8"], per_channel=True, reduce_range=True)
         finally:

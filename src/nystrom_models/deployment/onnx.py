@@ -17,16 +17,16 @@ from transformers.utils import ModelOutput
 
 INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
-# From 23 on, attention is one operator, which in ONNX Runtime 1.31 on a CPU takes no mask of keys.
+# From 23 on, attention is one operator, which takes no mask of keys in ONNX Runtime 1.31 on a CPU.
 OPSET_VERSIONS = range(18, 23)
 
-# Largest difference from PyTorch over largest output that `verify` lets pass. Other orders of summation give about
-# 1e-6, more where a pseudo-inverse is ill-conditioned; what is wrong in a graph changes the leading digits.
+# The largest difference from PyTorch, relative to the largest output, that `verify` accepts. Other orders of summation
+# give about 1e-6, more if a pseudo-inverse is ill-conditioned; an error in a graph changes the leading digits.
 TOLERANCE = 1e-3
 
 
 def require_packages(*packages: str) -> None:
-    """Raises ImportError for packages of the extra `onnx` that are not there."""
+    """Raises ImportError for packages of the extra `onnx` that are not installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(f"{' and '.join(missing)} cannot be imported: pip install 'nystrom-models[onnx]'.")
@@ -34,7 +34,7 @@ def require_packages(*packages: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses reports of the exporter that are not faults: a missing torchvision, inputs that share an axis."""
+    """Suppresses harmless reports of the exporter: a missing torchvision, inputs that share an axis."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -99,29 +99,29 @@ def export_onnx(
 
     All inputs are int64 of shape (batch_size, sequence_length), (batch_size, num_choices, sequence_length) for
     multiple choice, (batch_size, 2, sequence_length) with `dual_encoder`, of any batch size and any length that the
-    model takes; padding may lie anywhere. Outputs have the names of the fields that the model returns (`logits`;
-    `last_hidden_state`, `pooler_output`; ...), in float32. Values at padding mean nothing.
+    model takes, with padding at any position. Outputs have the names of the fields that the model returns (`logits`;
+    `last_hidden_state`, `pooler_output`; ...), in float32. Their values at padding are undefined.
 
     Args:
         model: in evaluation mode and in float32.
-        path: the file; missing folders are made.
-        input_names: of `input_ids`, `attention_mask` and `token_type_ids`, those that will be given, such as
+        path: the file; missing folders are created.
+        input_names: the inputs of the file, some of `input_ids`, `attention_mask` and `token_type_ids`, such as
             `tokenizer.model_input_names`.
         opset_version: version of ONNX's operators, 18 to 22.
-        verify: run the file by ONNX Runtime at other lengths and batch sizes, and compare.
+        verify: run the file in ONNX Runtime at other lengths and batch sizes, and compare the results.
 
     Returns: `path`.
 
     Raises:
         ImportError: if the packages of the extra `onnx` are missing.
-        ValueError: if the model cannot be exported as it is, or an argument is none of the above.
-        RuntimeError: if the file gives other results than the model (`verify`).
+        ValueError: if the model cannot be exported as it is, or an argument is not one of the above.
+        RuntimeError: if the results of the file differ from those of the model (`verify`).
     """
     require_packages("onnx", "onnxscript", *(["onnxruntime"] if verify else []))
     if model.training:
-        raise ValueError("A model in training mode would be exported with dropout: call model.eval() before.")
+        raise ValueError("A model in training mode would be exported with dropout: call model.eval() first.")
     if model.config.output_attentions:
-        raise ValueError("Attention maps have no graph: set model.config.output_attentions = False.")
+        raise ValueError("Attention maps cannot be exported: set model.config.output_attentions = False.")
     if model.dtype != torch.float32:
         raise ValueError(f"ONNX files are written in float32, but the model is in {model.dtype}: call model.float().")
     if opset_version not in OPSET_VERSIONS:
@@ -148,41 +148,41 @@ def export_onnx(
     assert program is not None  # with dynamo=True
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    # The metadata hold stack traces with paths of this machine.
+    # The metadata contain stack traces with paths of this machine.
     ClearMetadataAndDocStringPass()(program.model)
     for weight in program.model.graph.initializers.values():
-        # Told by the weight itself. Told twice, quantization fails: it transposes the weights of classifiers, and not
-        # what was told of them (github.com/microsoft/onnxruntime/issues/25890).
+        # The shape of a weight is also in the weight itself. With both, quantization fails: it transposes the weights
+        # of classifiers but not these separate shapes (github.com/microsoft/onnxruntime/issues/25890).
         weight.type = weight.shape = None
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path)
     if verify and not (difference := compare_onnx(model, path)) <= TOLERANCE:
         raise RuntimeError(
-            f"ONNX Runtime's results from {path} differ from the model's by {difference:.1e} of the largest: more "
-            f"than {TOLERANCE}. Another opset_version may help."
+            f"ONNX Runtime's results from {path} differ from the model's by {difference:.1e} of the largest value: "
+            f"more than {TOLERANCE}. Another opset_version may help."
         )
     return path
 
 
 def compare_onnx(model: PreTrainedModel, path: str | os.PathLike, lengths: Sequence[int] = (1, 37, 512)) -> float:
-    """The largest difference between the outputs of an ONNX file, as run on a CPU, and those of its model.
+    """The largest relative difference between the outputs of an ONNX file, run on a CPU, and those of its model.
 
     Args:
         model: in evaluation mode.
-        path: what `export_onnx` wrote of it, or a quantized form of that.
-        lengths: of the rows, random tokens; longer ones are cut to what the model takes. At each there are a whole row
-            by itself, and a batch of four: whole, padded right, padded left, and with holes.
+        path: the file that `export_onnx` wrote, or its quantized form.
+        lengths: lengths of the rows of random tokens, cut to what the model takes. At each length, a full row by
+            itself is compared, and a batch of four rows: full, padded right, padded left, and with holes.
 
-    Returns: for the output where it is largest, the largest difference at valid tokens over the largest value there;
-        NaN if there is one in the file's outputs.
+    Returns: the largest over all outputs of the ratio of the largest difference at valid tokens to the largest value
+        there; NaN if the outputs of the file contain NaN.
     """
     require_packages("onnxruntime")
     import onnxruntime
 
     session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
-    # Whether an output has a value for each token.
+    # Outputs that have a value for each token.
     by_token = {value.name: "sequence_length" in value.shape[1:] for value in session.get_outputs()}
     worst = 0.0
     limit = model.config.max_position_embeddings
@@ -197,6 +197,6 @@ def compare_onnx(model: PreTrainedModel, path: str | os.PathLike, lengths: Seque
                     valid = inputs["attention_mask"].cpu().bool().flatten(0, -2)
                     actual, wanted = actual[valid], wanted[valid]
                 error = ((actual - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
-                # Written so that NaN is kept.
+                # In this form, NaN is kept.
                 worst = worst if error <= worst else error
     return worst

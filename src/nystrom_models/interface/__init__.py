@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attn_implementation="nystrom"`: Nyström attention for the encoders of Transformers, as they are.
+"""`attn_implementation="nystrom"`: Nyström attention for the unchanged encoders of Transformers.
 
-Transformers asks for attention by name: a function (`attention.py`) and what makes its mask (`masks.py`). Which
-layers of a model have it, and with how many landmarks, is in the model's configuration (`settings.py`). Importing
+Transformers chooses attention by name: a function (`attention.py`) and a function that makes its mask (`masks.py`).
+The model's configuration says which layers use it, and with how many landmarks (`settings.py`). Importing
 `nystrom_models` registers the name.
 """
 

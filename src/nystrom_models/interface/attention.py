@@ -26,24 +26,24 @@ from ..models.self_attention import SelfAttention
 from .masks import key_mask_of, segments_of
 from .settings import IMPLEMENTATION, settings_of
 
-# Arguments by which models of Transformers change their attention, and what they are.
+# Arguments by which models of Transformers change their attention, and their meaning.
 CHANGES = {
-    "position_bias": "scores added by pair of tokens",
-    "attention_bias": "scores added by pair of tokens",
-    "alibi": "scores added by pair of tokens",
+    "position_bias": "a bias for each pair of tokens",
+    "attention_bias": "a bias for each pair of tokens",
+    "alibi": "a bias for each pair of tokens",
     "softcap": "a cap on the scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
-    "head_mask": "factors by head",
-    "indices": "a choice of keys by query",
-    "block_indices": "a choice of keys by query",
+    "head_mask": "a factor for each head",
+    "indices": "a choice of keys for each query",
+    "block_indices": "a choice of keys for each query",
     "cu_seq_lens_q": "several texts in one row",
     "cu_seq_lens_k": "several texts in one row",
     "cu_seqlens": "several texts in one row",
     "seq_idx": "several texts in one row",
     "cache": "a paged cache",
 }
-# Tensors that reach attention functions and that they have no use for.
+# Tensors that attention functions are given but do not use.
 HARMLESS = ("position_ids", "position_embeddings", "cache_position", "num_items_in_batch", "labels", "token_type_ids")
 
 
@@ -60,10 +60,10 @@ def nystrom_attention_forward(
     output_attentions: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """With the signature of Transformers' `AttentionInterface`, for self- and cross-attention to all of a row.
+    """With the signature of Transformers' `AttentionInterface`, for self- and cross-attention to the whole row.
 
-    Rows of at most `num_landmarks` tokens get exact attention; in cross-attention those of as many queries or keys.
-    Layers that the settings leave out and those of a sliding window keep the attention of `sdpa`.
+    Rows of at most `num_landmarks` tokens get exact attention; in cross-attention, rows with at most that many queries
+    or keys. Layers that the settings leave out and layers with a sliding window keep the attention of `sdpa`.
 
     Args:
         module: the attention layer. Its configuration has the settings, see `settings.use_nystrom`.
@@ -71,22 +71,22 @@ def nystrom_attention_forward(
         attention_mask: which keys are visible, see `masks.key_mask_of`. With as many queries as keys, hidden keys are
             left out of the landmarks of queries, too.
         dropout: probability of dropping an entry of F = softmax(q k~ᵀ · scaling).
-        scaling: of the scores, 1 / √D by default.
-        is_causal: must be False, or that of the module, for more than one query.
+        scaling: factor of the scores, 1 / √D by default.
+        is_causal: must be False for more than one query; None for the module's `is_causal`.
         sliding_window: tokens that a query sees; None for all.
-        output_attentions: whether the map is returned, without dropout. Outside graphs it also is where the model
-            collects maps, and does not say so to its layers.
-        options: what else Transformers hands to attention functions.
+        output_attentions: whether the map is returned, without dropout. Outside graphs it is also returned if the
+            model collects maps without telling its layers.
+        options: further arguments that Transformers passes to attention functions.
 
-    Returns: context (B, N, H, D), and the attention map (B, H, N, K) if it is asked for.
+    Returns: context (B, N, H, D), and the attention map (B, H, N, K) if it is wanted.
 
-    Raises ValueError for causal attention, added scores, masks by pair of tokens and other arguments that change the
-    attention.
+    Raises ValueError for causal attention, biases of the scores, masks that differ between queries, and other
+    arguments that change the attention.
     """
     if isinstance(module, SelfAttention):
         raise ValueError(
-            f'attn_implementation="{IMPLEMENTATION}" is for other encoders: {type(module).__name__} is linear in the '
-            'length by itself. Use "sdpa".'
+            f'attn_implementation="{IMPLEMENTATION}" is for other encoders: {type(module).__name__} already is linear '
+            'in the length. Use "sdpa".'
         )
     output_attentions = bool(output_attentions) or _collects_maps(query)
     settings = settings_of(module)
@@ -113,7 +113,7 @@ def nystrom_attention_forward(
 
 
 def repeated_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, G, K, D), each group once for every head that shares it: (B, H, K, D)."""
+    """Keys and values (B, G, K, D) repeated for every head of a group: (B, H, K, D)."""
     groups = query.shape[1] // key.shape[1]
     return repeat_kv(key, groups), repeat_kv(value, groups)
 
@@ -127,7 +127,7 @@ def _self_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def _collects_maps(query: Tensor) -> bool:
-    """Whether a model of Transformers is collecting the attention maps of its layers, in a call of its own."""
+    """Whether a model of Transformers is collecting the attention maps of its layers in the current call."""
     if is_tracing(query):
         return False
     collected = _active_collector.get()
@@ -142,7 +142,7 @@ def _reject_changes(module: nn.Module, options: dict[str, Any]) -> None:
         if name in CHANGES:
             raise ValueError(
                 f"{type(module).__name__} gives its attention {name}, {CHANGES[name]}, which "
-                f'attn_implementation="{IMPLEMENTATION}" does not have: use "sdpa" or "eager".'
+                f'attn_implementation="{IMPLEMENTATION}" does not support: use "sdpa" or "eager".'
             )
         if isinstance(value, Tensor) and name not in HARMLESS:
             raise ValueError(
@@ -152,15 +152,16 @@ def _reject_changes(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _reject_causal(module: nn.Module, query: Tensor, attention_mask: Tensor | None, is_causal: bool | None) -> None:
-    """Raises ValueError for causal attention of more than one query, told as Transformers' own functions are told."""
+    """Raises ValueError for causal attention of more than one query, by the same rule as Transformers' functions."""
     if is_causal is None:
-        # A module that does not say it is causal by convention, and its mask says otherwise if there is one.
+        # By convention, a module without `is_causal` is causal, unless it is given a mask.
         is_causal = getattr(module, "is_causal", attention_mask is None)
     if is_causal and query.shape[2] > 1:
         raise ValueError(
-            f"{type(module).__name__} is causal, which landmarks of a whole row cannot be: use "
+            f"{type(module).__name__} is causal, and landmarks of a whole row would show later tokens: use "
             'attn_implementation="sdpa" for it. For the encoder of an encoder-decoder call '
-            "nystrom_models.use_nystrom(model.get_encoder()). Linear causal models are the LinearTransformer family."
+            "nystrom_models.use_nystrom(model.get_encoder()). For linear causal models see the LinearTransformer "
+            "family."
         )
 
 
@@ -169,8 +170,8 @@ def _reject_decoder(module: nn.Module, query: Tensor, key: Tensor, num_landmarks
     is_decoder = getattr(module, "is_decoder", False) or getattr(module.config, "is_decoder", False)
     if is_decoder and min(query.shape[2], key.shape[2]) > num_landmarks:
         raise ValueError(
-            f"{type(module).__name__} is of a decoder, whose tokens must not see later ones, and landmarks of its "
-            'queries would: use attn_implementation="sdpa" for the decoder, and '
+            f"{type(module).__name__} belongs to a decoder, and landmarks of its queries would show later tokens: use "
+            'attn_implementation="sdpa" for the decoder, and '
             "nystrom_models.use_nystrom(model.get_encoder())."
         )
 
@@ -187,7 +188,7 @@ def _exact_attention(
     output_attentions: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Transformers' `sdpa`, and its attention map if it is asked for."""
+    """Transformers' `sdpa`, and the attention map if it is wanted."""
     context, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys an encoder of Transformers may see, as one mask of keys for all queries.
 
-Nyström attention sees a row through landmarks, so a key is visible to all queries or to none. What Transformers asks
-for, or what a model builds by itself, is brought to this form or refused.
+Nyström attention uses landmarks of a whole row, so a key is visible to all queries or to none. A mask of Transformers,
+or one that a model builds itself, is converted to this form or refused.
 
 Legend: B batch, H heads, N queries, K keys, M landmarks.
 """
@@ -21,20 +21,20 @@ from ..models.batch import depends_on_values
 from ..models.input_checks import require
 from .settings import LayerSettings
 
-# What is added to the scores of invisible keys is the dtype's minimum, -10000 or -inf; e to this power is 0 anyway.
+# Masks add the dtype's minimum, -10000 or -inf to the scores of invisible keys; e to the power of -1000 is 0, too.
 INVISIBLE = -1e3
 
 BY_PAIR = (
-    'attn_implementation="nystrom" sees a row through landmarks and takes no mask by pair of tokens, as of causal, '
-    'packed or local attention: give attention_mask (batch, length) with 1 at tokens and 0 at padding, or use "sdpa".'
+    'attn_implementation="nystrom" takes no mask that differs between queries, as for causal, packed or local '
+    'attention: give attention_mask (batch, length) with 1 at tokens and 0 at padding, or use "sdpa".'
 )
 ADDED_SCORES = (
-    'attn_implementation="nystrom" takes no added scores (a position bias): attention_mask must hold 0 where a key is '
-    'visible and at most -1000 where it is not. Use "sdpa" for this model.'
+    'attn_implementation="nystrom" takes no bias of the scores, such as a position bias: attention_mask must be 0 '
+    'where a key is visible and at most -1000 where it is not. Use "sdpa" for this model.'
 )
 
-# The landmarks' segments of masks that `nystrom_mask` made, to lay them out once for all layers; by number of
-# landmarks. Nobody writes into these masks, and what is kept goes with them.
+# For masks that `nystrom_mask` made: the landmarks' segments, by the number of landmarks, computed once for all
+# layers. These masks are never changed, and an entry is removed with its mask.
 _segments: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -56,19 +56,19 @@ def nystrom_mask(
     """With the signature of Transformers' `AttentionMaskInterface`: the mask of an encoder's attention.
 
     Args:
-        mask_function: which pairs of tokens see each other: all, or those of an encoder's sliding windows, or what
-            comes to a mask of keys.
+        mask_function: which pairs of tokens see each other: all pairs, those of an encoder's sliding windows, or pairs
+            that a mask of keys describes.
         attention_mask: (B, K) bool, True at tokens; None for all valid.
         local_size: tokens of a sliding window. Its layers keep exact attention, with the mask of `sdpa`.
-        allow_is_bidirectional_skip: whether None may be returned where every key is visible. Transformers gives it for
-            bidirectional attention alone.
-        use_vmap: whether the model adds conditions of its own, by which a causal mask may become one of keys.
-        The others: as of `transformers.masking_utils.sdpa_mask`.
+        allow_is_bidirectional_skip: whether None may be returned if every key is visible. Transformers sets it only
+            for bidirectional attention.
+        use_vmap: whether the model adds conditions of its own, which may turn a causal mask into a mask of keys.
+        The others: as for `transformers.masking_utils.sdpa_mask`.
 
-    Returns: (B, 1, 1, K) bool, True at visible keys, or None where all are; outside graphs its values are looked at.
-    If None is not allowed, (B, 1, N, K). For sliding windows what `sdpa_mask` returns.
+    Returns: (B, 1, 1, K) bool, True at visible keys, or None if all are visible, which is checked only outside graphs.
+    If None is not allowed, (B, 1, N, K). For sliding windows the result of `sdpa_mask`.
 
-    Raises ValueError for causal masks and those by other pairs of tokens.
+    Raises ValueError for causal masks and other masks that differ between queries.
     """
     sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     options |= {
@@ -81,7 +81,7 @@ def nystrom_mask(
     if allow_is_bidirectional_skip is None and not use_vmap:
         model = "this model" if config is None else f"model_type={config.model_type!r}"
         raise ValueError(
-            f'attn_implementation="nystrom" is for attention to the whole row, and {model} asks for a causal mask: '
+            f'attn_implementation="nystrom" is for attention to the whole row, but {model} needs a causal mask: '
             'use "sdpa" for it. For the encoder of an encoder-decoder call '
             "nystrom_models.use_nystrom(model.get_encoder()), for one part of a model give "
             'attn_implementation={"vision_config": "nystrom"}.'
@@ -90,7 +90,7 @@ def nystrom_mask(
         skip = bool(allow_is_bidirectional_skip)
         return sdpa_mask(**sizes, **options, local_size=local_size, allow_is_bidirectional_skip=skip)
     if mask_function is not bidirectional_mask_function:
-        # Conditions of the model's own: they may come to a mask of keys, and are looked at.
+        # The model's own conditions may amount to a mask of keys, so the mask is computed and checked.
         keys = key_mask_of(sdpa_mask(**sizes, **options), batch_size, q_length, kv_length)
         return None if keys is None else keys[:, None, None, :]
     if attention_mask is None:
@@ -111,7 +111,7 @@ def nystrom_mask(
 
 
 def segments_of(attention_mask: Tensor, key_mask: Tensor, settings: LayerSettings) -> Segments | None:
-    """`landmark_segments` of the key mask (B, K) of a mask that `nystrom_mask` made; None where they must be found."""
+    """`landmark_segments` of the key mask (B, K), if `nystrom_mask` made the attention mask; None otherwise."""
     num_landmarks = settings.num_landmarks
     if key_mask.shape[1] <= num_landmarks or is_tracing(attention_mask):
         return None
@@ -129,11 +129,11 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, length: int, keys: in
     Args:
         attention_mask: (B or 1, H or 1, N or 1, K), bool with True at visible keys, or added to the scores: 0 at
             visible keys and at most -1000 at others. Also (B, K) bool, or integers that are not 0 at visible keys.
-            Queries that see nothing, as of padding, do not matter.
+            Queries that see no key, such as padding, are ignored.
         batch, length, keys: B, N, K.
 
-    Raises ValueError for masks that differ by query or head, for added scores or learned ones, and for other shapes.
-    What must be looked at for this is asserted on a GPU and in graphs.
+    Raises ValueError for masks that differ between queries or heads, for biases of the scores, and for other shapes.
+    On a GPU and in graphs, the conditions on values are assertions instead.
     """
     if attention_mask is None:
         return None
@@ -154,7 +154,7 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, length: int, keys: in
             f"attention_mask has shape {tuple(given.shape)}, but attention needs (batch, 1, 1, keys) = "
             f"{(batch, 1, 1, keys)}."
         )
-    # What was expanded along queries and heads is the same for all of them.
+    # A mask that was expanded along queries and heads is the same for all of them.
     for dim in (1, 2):
         if attention_mask.shape[dim] > 1 and attention_mask.stride(dim) == 0:
             attention_mask = attention_mask.narrow(dim, 0, 1)
@@ -166,7 +166,7 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, length: int, keys: in
     elif attention_mask.dtype == torch.bool:
         visible = attention_mask
     else:
-        raise ValueError(f"attention_mask of dtype {attention_mask.dtype} is neither bool nor added scores: {BY_PAIR}")
+        raise ValueError(f"attention_mask has dtype {attention_mask.dtype}, neither bool nor floating: {BY_PAIR}")
     if visible.shape[1] > 1 or visible.shape[2] > 1:
         seen = visible.any(dim=(1, 2), keepdim=True)
         same = (visible == seen) | ~visible.any(dim=3, keepdim=True)
@@ -176,9 +176,9 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, length: int, keys: in
 
 
 def _require_in_any_case(condition: Tensor, message: str) -> None:
-    """`require`, and in a graph an assertion that is part of it."""
+    """`require`; on a GPU and in a graph, an assertion."""
     if depends_on_values(condition):
         require(condition, message)
     elif not condition.is_meta:
-        # Inductor writes the message into C++ between double quotes, as it is.
+        # Inductor writes the message between double quotes into C++ code, without escaping it.
         torch._assert_async(condition, message.replace('"', "'"))

@@ -3,10 +3,10 @@
 
     {"num_landmarks": 64, "pinv_iterations": 6, "layers": null}
 
-`num_landmarks` is a number or a list with one for each layer, `layers` the numbers of the layers from 0, or null for
-all. Without the field, all layers have it, with the `num_landmarks` of the configuration if it has one (none of them
-where it is null), otherwise 64.
-`config.json` carries the field like any other; which implementation a model uses, Transformers does not save.
+`num_landmarks` is a number or a list with one number for each layer; `layers` is the numbers of the layers from 0, or
+null for all. Without the field, all layers have Nyström attention with the configuration's `num_landmarks` (if that is
+null, no layer has it), or with 64 if the configuration has no such field.
+The field is saved in `config.json` like any other; Transformers does not save which implementation a model uses.
 """
 
 import copy
@@ -24,14 +24,14 @@ IMPLEMENTATION = "nystrom"
 FIELD = "nystrom"
 DEFAULT_LANDMARKS = 64
 DEFAULT_ITERATIONS = 6
-# On modules that do not know their own layer, `layer_idx`: the number that `use_nystrom` found.
+# The attribute for the layer number that `use_nystrom` sets on modules without `layer_idx`.
 MARK = "nystrom_layer_idx"
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 class LayerSettings(NamedTuple):
-    """What one layer attends with. num_landmarks: M."""
+    """The settings of one layer. num_landmarks: M."""
 
     num_landmarks: int
     pinv_iterations: int
@@ -40,8 +40,7 @@ class LayerSettings(NamedTuple):
 def settings_of(module: nn.Module) -> LayerSettings | None:
     """The settings of an attention layer, from its configuration; None for a layer that keeps exact attention.
 
-    Raises ValueError for settings that mean nothing, and for settings by layer where the module does not say which
-    layer it is of.
+    Raises ValueError for invalid settings, and for settings by layer if the module does not know its layer.
     """
     config = getattr(module, "config", None)
     field = getattr(config, FIELD, None)
@@ -57,8 +56,8 @@ def settings_of(module: nn.Module) -> LayerSettings | None:
         index = getattr(module, "layer_idx", None)
     if index is None:
         raise ValueError(
-            f"The configuration has settings by layer, and {type(module).__name__} does not know its layer: call "
-            "nystrom_models.use_nystrom(model) once after loading, which takes the settings from the configuration."
+            f"The configuration has settings by layer, but {type(module).__name__} does not know its layer: call "
+            "nystrom_models.use_nystrom(model) once after loading, which applies the settings of the configuration."
         )
     if layers is not None and index not in layers:
         return None
@@ -66,7 +65,8 @@ def settings_of(module: nn.Module) -> LayerSettings | None:
         place = index if layers is None else layers.index(index)
         if place >= len(num_landmarks):
             raise ValueError(
-                f"num_landmarks has {len(num_landmarks)} numbers, and there is a layer {index}: give one for each."
+                f"num_landmarks has {len(num_landmarks)} numbers, but there is a layer {index}: give one for each "
+                "layer."
             )
         return LayerSettings(num_landmarks[place], pinv_iterations)
     return LayerSettings(num_landmarks, pinv_iterations)
@@ -80,12 +80,12 @@ def use_nystrom(
 ) -> Model:
     """Give a model of Transformers, or one of its parts, Nyström attention (Xiong et al. 2021, eq. 17), in place.
 
-    Without settings, those that the configuration holds are used: after `from_pretrained`, `use_nystrom(model)` is as
-    the model was saved. With any of them, the others have their defaults.
+    Without arguments, the settings of the configuration are used: after `from_pretrained`, `use_nystrom(model)`
+    restores the settings that were saved. If any argument is given, the others have their defaults.
 
     Args:
         model: an encoder of Transformers, with any head; or the encoder of an encoder-decoder
-            (`model.get_encoder()`), or a part of a model of several parts (`model.vision_model`).
+            (`model.get_encoder()`), or one part of a model with several parts (`model.vision_model`).
         num_landmarks: M, at least 1; a list has one for each of the layers. Rows of at most M tokens get exact
             attention. Default: the configuration's `num_landmarks` if it has one, otherwise 64.
         pinv_iterations: steps of the pseudo-inverse's iteration, at least 1. Default: 6.
@@ -94,7 +94,7 @@ def use_nystrom(
     Returns: the model. Its configuration holds the settings, which `save_pretrained` keeps.
 
     Raises ValueError for a model whose attention does not go through Transformers' `AttentionInterface`, for causal
-    attention, for layers that there are not, and for numbers below 1. The model is then as it was.
+    attention, for layers that do not exist, and for numbers below 1. The model is then unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"use_nystrom() takes a model of Transformers, not {type(model).__name__}.")
@@ -118,9 +118,9 @@ def use_nystrom(
 
 
 def _give_own_config(model: PreTrainedModel) -> None:
-    """A configuration of its own for an encoder that shares it with a decoder, which would change with it.
+    """Gives an encoder a copy of the configuration that it shares with a decoder, so that the decoder does not change.
 
-    The settings are one dictionary of both, so that saving the whole model saves them.
+    Both configurations contain the same dictionary of settings, so that saving the whole model saves them.
     """
     shared = model.config
     own = copy.deepcopy(shared)
@@ -137,32 +137,30 @@ def _config_of(module: nn.Module) -> PreTrainedConfig:
 
 
 def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The modules that compute attention, by their names; raises ValueError where it cannot be another one."""
+    """The modules that compute attention, by their names; raises ValueError if their attention cannot be replaced."""
     name = type(model).__name__
     if isinstance(model, BasePreTrainedModel):
-        raise ValueError(
-            f"{name} is linear in the length by itself: set num_landmarks or projected_dim in its config."
-        )
+        raise ValueError(f"{name} already is linear in the length: set num_landmarks or projected_dim in its config.")
     attentions = {path: module for path, module in model.named_modules() if _uses_interface(module.__class__)}
     if not attentions or not model._can_set_attn_implementation():
         raise ValueError(
-            f"{name} computes its attention by itself, not through Transformers' AttentionInterface, so it cannot be "
+            f"{name} computes its attention itself, not through Transformers' AttentionInterface, so it cannot be "
             "replaced: choose another architecture."
         )
     for path, module in attentions.items():
-        # A model of causal modules is none where its configuration says so.
+        # Modules may be marked as causal although the configuration makes the model bidirectional.
         if getattr(module, "is_causal", False) is True and getattr(_config_of(module), "is_causal", True):
             raise ValueError(
-                f"{path} of {name} is causal, which landmarks of a whole row cannot be: give use_nystrom() the "
-                "encoder alone, such as model.get_encoder() or model.vision_model. Linear causal models are the "
-                "LinearTransformer family."
+                f"{path} of {name} is causal, and landmarks of a whole row would show later tokens: give "
+                "use_nystrom() only the encoder, such as model.get_encoder() or model.vision_model. For linear "
+                "causal models see the LinearTransformer family."
             )
     return attentions
 
 
 @functools.cache
 def _uses_interface(module_class: type) -> bool:
-    """Whether modules of this class ask Transformers for an attention function by name."""
+    """Whether modules of this class get their attention function from Transformers by name."""
     if issubclass(module_class, PreTrainedModel):
         return False
     for part in module_class.__mro__:
@@ -182,7 +180,7 @@ def _field(
     pinv_iterations: int | None,
     layers: Iterable[int] | None,
 ) -> dict[str, Any]:
-    """The checked field of configurations, from arguments or from what these hold."""
+    """The validated field, from the arguments or, without any, from the configurations."""
     saved = getattr(configs[0], FIELD, None)
     if num_landmarks is None and pinv_iterations is None and layers is None and saved is not None:
         field = saved
@@ -198,7 +196,7 @@ def _field(
     if _is_by_layer(field) and len(configs) > 1:
         parts = ", ".join(sorted({type(config).__name__ for config in configs}))
         raise ValueError(
-            f"layers are counted in one part of a model, and this one has several ({parts}): give a part."
+            f"layers are counted in one part of a model, but this model has several ({parts}): give one part."
         )
     return copy.deepcopy(field)
 
@@ -208,10 +206,10 @@ def _is_by_layer(field: dict[str, Any]) -> bool:
 
 
 def _read(field: dict[str, Any]) -> tuple[int | Sequence[int], int, Sequence[int] | None]:
-    """num_landmarks, pinv_iterations and layers of a field; raises ValueError for what means nothing."""
+    """num_landmarks, pinv_iterations and layers of a field; raises ValueError for invalid values."""
     if not isinstance(field, dict) or not field.keys() <= {"num_landmarks", "pinv_iterations", "layers"}:
         raise ValueError(
-            f'config.{FIELD} must be like {{"num_landmarks": 64, "pinv_iterations": 6, "layers": null}}, and is '
+            f'config.{FIELD} must be like {{"num_landmarks": 64, "pinv_iterations": 6, "layers": null}}, but is '
             f"{field!r}."
         )
     num_landmarks = field.get("num_landmarks", DEFAULT_LANDMARKS)
@@ -224,7 +222,7 @@ def _read(field: dict[str, Any]) -> tuple[int | Sequence[int], int, Sequence[int
     if layers is None:
         return num_landmarks, pinv_iterations, None
     if not layers or len(set(layers)) != len(layers) or not all(_is_number(layer, 0) for layer in layers):
-        raise ValueError(f"layers={layers!r} must be numbers of layers from 0, each once, at least one of them.")
+        raise ValueError(f"layers={layers!r} must be a list of different layer numbers from 0, at least one.")
     if by_layer and len(num_landmarks) != len(layers):
         raise ValueError(
             f"num_landmarks has {len(num_landmarks)} numbers for {len(layers)} layers: give one, or one for each."
@@ -252,25 +250,25 @@ def _layer_numbers(attentions: dict[str, nn.Module], field: dict[str, Any]) -> d
         parts = path.split(".")
         places = [place for place, part in enumerate(parts) if part.isdecimal()]
         if not places:
-            raise ValueError(f"{path} is in no list of layers, so that layers cannot be told: leave them out.")
+            raise ValueError(f"{path} is not in a list of layers, so it has no layer number: omit layers.")
         lists.add(".".join(parts[: places[-1]]))
         numbers[path] = int(parts[places[-1]])
     if len(lists) > 1:
         raise ValueError(
-            f"layers are counted in one list, and this model has several ({', '.join(sorted(lists))}): leave layers "
-            "out, or give use_nystrom() one part of the model."
+            f"layers are counted in one list, but this model has several ({', '.join(sorted(lists))}): omit layers, "
+            "or give use_nystrom() one part of the model."
         )
     count = max(numbers.values()) + 1
     configured = getattr(_config_of(next(iter(attentions.values()))), "num_hidden_layers", count)
     if count < configured:
         raise ValueError(
-            f"The {configured} layers share {count} attention module{'s' * (count > 1)}, so that they "
-            "cannot differ: leave layers out."
+            f"The {configured} layers share {count} attention module{'s' * (count > 1)}, so their settings cannot "
+            "differ: omit layers."
         )
     layers, num_landmarks = field["layers"], field["num_landmarks"]
     for layer in layers or ():
         if layer >= count:
-            raise ValueError(f"layers={layers} has {layer}, and there are {count} layers: from 0 to {count - 1}.")
+            raise ValueError(f"layers={layers} has {layer}, but the {count} layers are 0 to {count - 1}.")
     if layers is None and len(num_landmarks) != count:
         raise ValueError(f"num_landmarks has {len(num_landmarks)} numbers for {count} layers: give one for each.")
     return numbers

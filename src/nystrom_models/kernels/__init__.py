@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels in place of PyTorch's operations on an NVIDIA GPU, a folder for each family of attention.
+"""Triton kernels that replace PyTorch's operations on NVIDIA GPUs, one folder for each family of attention.
 
 A model uses them with `attn_implementation="nystrom_triton"` or `"linear_triton"` (see `interface.py`), the default on
-a GPU; `why_not` tells where those for Nyström attention do not apply. Importing this needs neither Triton nor a GPU.
-The kernels are compiled at the first call of their options; then they are compared with PyTorch's operations once, and
-not used where they fail or differ. Sums have a fixed order: the same inputs give the same result on the same device.
-Another batch size or device may split those of Nyström attention otherwise.
+a GPU; `why_not` says when those for Nyström attention do not apply. Importing this package needs neither Triton nor a
+GPU. The kernels are compiled at the first call with given options, compared with PyTorch's operations once, and not
+used if they fail or differ. Sums have a fixed order: the same inputs give the same result on the same device. With
+another batch size or on another device, Nyström attention may split its sums differently.
 
-A CUDA graph may hold them if the same call ran once before, on a stream that the capture waits for:
+They can be captured in a CUDA graph if the same call ran once before, on a stream that the capture waits for:
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the kernels of all families: compilation and launches, products, loads and stores.
 
-Legend: B batch, H heads, N tokens, D head size. BLOCK_* are the sizes of tiles, powers of two and at least 16, beyond
-which loads give zeros.
+Legend: B batch, H heads, N tokens, D head size. BLOCK_* are the sizes of tiles: powers of two, at least 16. The part
+of a tile outside its tensor is loaded as zeros.
 """
 
 import contextlib
@@ -33,8 +33,9 @@ kernel: Callable[[Callable], Any] = triton.jit(
 class Launch(NamedTuple):
     """How a kernel that goes through the tokens is launched.
 
-    block: tokens that a program takes at a time, a power of two from 16 on. warps: of a program. stages: blocks in
-    flight, of which all but one are being loaded. resident: programs that a multiprocessor runs at once.
+    block: tokens that a program processes at a time, a power of two, at least 16. warps: warps of a program. stages:
+    blocks in the software pipeline, all but one of them being loaded. resident: programs that a multiprocessor runs
+    at once.
     """
 
     block: int
@@ -58,7 +59,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def capability_compiled_for(device: torch.device) -> int:
-    """Ten times the compute capability of a device, or of the absent one that Triton compiles for; 0: interpreted."""
+    """Ten times the compute capability of a device, or of the target if Triton compiles without a device; 0 if Triton
+    interprets the kernels.
+    """
     if device.type == "cuda" or INTERPRETED:
         return compute_capability(device)
     return triton.runtime.driver.active.get_current_target().arch
@@ -71,7 +74,7 @@ def programs_at_once(device: torch.device, resident: int) -> int:
 
 @functools.lru_cache(4096)
 def count_parts(blocks: int, programs: int, at_once: int) -> int:
-    """Into how many parts to split the blocks of each of this many programs, if `at_once` programs run at once.
+    """The number of parts into which each of the `programs` splits its `blocks`, if `at_once` programs run at once.
 
     Fewer parts leave multiprocessors idle in the last round; more parts add work besides the blocks.
     """
@@ -83,7 +86,7 @@ def count_parts(blocks: int, programs: int, at_once: int) -> int:
 
 
 def tile(size: int) -> int:
-    """The tile that holds `size` elements: tl.dot takes powers of two from 16 on."""
+    """The size of the tile that holds `size` elements: tl.dot takes powers of two, at least 16."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -101,11 +104,11 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 def dot(a, b, acc=None, FLOAT32: tl.constexpr = "tf32x3"):
     """a b + acc, summed in float32.
 
-    FLOAT32: how float32 is multiplied: "tf32x3", by tensor cores in three products of TF32, as exact as float32 but
+    FLOAT32: how float32 is multiplied: "tf32x3", by tensor cores in three TF32 products, as exact as float32 except
     for the last bit or two; "ieee", as float32, without tensor cores and with half the registers and shared memory.
     """
     if INTERPRETED:
-        # The interpreter stores bfloat16 as integers, and would multiply these.
+        # The interpreter stores bfloat16 as integers and would multiply the integers.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=FLOAT32)
@@ -113,7 +116,7 @@ def dot(a, b, acc=None, FLOAT32: tl.constexpr = "tf32x3"):
 
 @triton.jit
 def load_tile(states, rows, stride, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(len(rows), BLOCK_D) of rows of D elements, `stride` apart; zero where not `inside`: it is not read there."""
+    """Rows of D elements, `stride` apart, as (len(rows), BLOCK_D); rows that are not `inside` are not read: zeros."""
     channels = tl.arange(0, BLOCK_D)
     inside = inside[:, None]
     if BLOCK_D != D:

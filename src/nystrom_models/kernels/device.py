@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the kernels of all families run, and on what tensors. Nothing here imports Triton."""
+"""On which devices and tensors the kernels of all families run. Nothing here imports Triton."""
 
 import functools
 import importlib.util
@@ -34,7 +34,7 @@ def _capability(index: int) -> int:
     return 10 * major + minor
 
 
-# A constant in graphs: torch.compile calls it while it records.
+# A constant in graphs: torch.compile calls it while it traces.
 @torch.compiler.assume_constant_result
 def why_not_on(device: torch.device) -> str | None:
     """Why kernels cannot run on a device, for any model, and what to change; None if they can."""
@@ -45,7 +45,7 @@ def why_not_on(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if torch.version.hip is not None:
-        return "they were made for NVIDIA's GPUs and never tried on AMD's"
+        return "they are written for NVIDIA GPUs and were never tried on AMD GPUs"
     if not torch.cuda.is_available():
         return "PyTorch finds no CUDA device"
     if compute_capability(device) < 80:
@@ -60,7 +60,7 @@ def why_not_in_this_graph(tensors: list[Tensor]) -> str | None:
         return "a graph is being exported, for other programs" if torch.compiler.is_exporting() else None
     captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if (is_tracing(tensors[0]) and not captured) or torch._C._are_functorch_transforms_active():
-        return "a graph is being recorded (torch.jit, torch.fx) or transformed, and PyTorch's operations do that"
+        return "a graph is being recorded (torch.jit, torch.fx) or transformed, which needs PyTorch's operations"
     for tensor in tensors:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"they need plain tensors, not {type(tensor).__name__}"

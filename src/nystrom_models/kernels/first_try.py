@@ -10,14 +10,14 @@ from torch import Tensor
 # Largest difference over largest value, of outputs and gradients. Rounding errors are far smaller, faults larger.
 TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 
-# What was found wrong (None: nothing), by the family's try and the facts that its compiled kernels depend on.
+# The fault found (None: no fault), for each family's first try and the facts that its compiled kernels depend on.
 _faults: dict[tuple[Any, ...], str | None] = {}
 
 
-# A constant in graphs: torch.compile calls it while it records, with plain arguments only.
+# A constant in graphs: torch.compile calls it while it traces, with plain arguments only.
 @torch.compiler.assume_constant_result
 def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts: Any) -> str | None:
-    """What attempt(device, *facts) returned or raised, the first time.
+    """What the first call of attempt(device, *facts) returned or raised.
 
     Raises RuntimeError if the first call happens during the capture of a CUDA graph.
     """
@@ -30,7 +30,7 @@ def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts:
             with torch.inference_mode(False), no_autocast:
                 _faults[key] = attempt(device, *facts)
         except torch.OutOfMemoryError:
-            return f"there is no memory on {device} for a first try of them"  # there may be some later
+            return f"there is no memory on {device} for a first try of them"  # not kept: memory may be free later
         except Exception as error:  # whatever a compiler or a driver raises
             _faults[key] = f"a first try on {device} failed ({type(error).__name__}: {str(error)[:200]})"
     return _faults[key]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels under the name by which models choose their attention, `attn_implementation`.
+"""The kernels as attention functions that models choose by name, with `attn_implementation`.
 
 Legend: B batch, H heads, N tokens, D head size.
 """
@@ -16,7 +16,7 @@ from . import causal_linear_attention_if_possible, nystrom_attention_if_possible
 
 
 class TritonAttention:
-    """What a family's kernels are called by."""
+    """The attention function of a family, which calls its kernels."""
 
     name: str
 
@@ -28,10 +28,10 @@ class TritonAttention:
 
 
 class NystromTriton(TritonAttention):
-    """`attn_implementation="nystrom_triton"`: all of a Nyströmformer's attention, with its convolution, in kernels.
+    """`attn_implementation="nystrom_triton"`: the attention of a Nyströmformer with its convolution, by the kernels.
 
-    It is the default where there is a GPU that they run on. Inputs that they do not take (see `kernels.why_not`) are
-    computed by PyTorch's operations, and on a GPU the log says why, once.
+    It is the default on a GPU that the kernels run on. Inputs that they do not take (see `kernels.why_not`) are
+    computed by PyTorch's operations; on a GPU, the reason is logged once.
     """
 
     name = "nystrom_triton"
@@ -47,7 +47,7 @@ class NystromTriton(TritonAttention):
         dropout_p: float = 0.0,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """With the signature of Transformers' `AttentionInterface`, for the attention layer of a Nyströmformer alone.
+        """With the signature of Transformers' `AttentionInterface`, only for the attention layer of a Nyströmformer.
 
         Args:
             module: the layer; its convolution `conv` is added if there is one.
@@ -59,8 +59,8 @@ class NystromTriton(TritonAttention):
         """
         if "num_landmarks" not in options:
             raise ValueError(
-                f'attn_implementation="{self.name}" is for Nyströmformers of nystrom_models alone, and this is '
-                f"{type(module).__name__}: use another one."
+                f'attn_implementation="{self.name}" works only with Nyströmformers of nystrom_models, not with '
+                f"{type(module).__name__}: choose another attn_implementation."
             )
 
         def attend(conv_weight: Tensor | None = None) -> Tensor:
@@ -77,11 +77,11 @@ class NystromTriton(TritonAttention):
 
 
 class LinearTriton(TritonAttention):
-    """`attn_implementation="linear_triton"`: a causal linear transformer's attention in kernels.
+    """`attn_implementation="linear_triton"`: the attention of a causal linear transformer, by the kernels.
 
-    It is the default where there is a GPU that they run on. Encoders, whose attention is two products of matrices,
-    single tokens, and inputs that the kernels do not take are computed by PyTorch's operations; of the last the log
-    says why on a GPU, once.
+    It is the default on a GPU that the kernels run on. PyTorch's operations compute encoders (their attention is two
+    matrix products), single tokens, and inputs that the kernels do not take. For the last, the reason is logged once
+    on a GPU.
     """
 
     name = "linear_triton"
@@ -98,19 +98,19 @@ class LinearTriton(TritonAttention):
         causal: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """For the attention layer of a causal linear transformer alone.
+        """Only for the attention layer of a causal linear transformer.
 
         Args:
             module: the layer.
             query, key: φ(q), φ(k), (B, H, N, F). value: (B, H, N, D). mask: (B, N) bool, or None.
-            state: (B, H, F, D + 1) float32, of the tokens before. causal: must be True.
+            state: (B, H, F, D + 1) float32, after the previous tokens. causal: must be True.
 
         Returns: context (B, N, H, D), and the state after these tokens.
         """
         if not causal or options:
             raise ValueError(
-                f'attn_implementation="{self.name}" is for linear transformers of nystrom_models alone, and this is '
-                f"{type(module).__name__}: use another one."
+                f'attn_implementation="{self.name}" works only with causal linear transformers of nystrom_models, not '
+                f"with {type(module).__name__}: choose another attn_implementation."
             )
         found = causal_linear_attention_if_possible(query, key, value, mask, state)
         context, state = causal_linear_attention(query, key, value, mask, state) if found is None else found

@@ -54,7 +54,7 @@ class DataArguments:
         return self.dataset_name, self.dataset_config_name
 
     def data_source(self) -> str:
-        """The name of the data for readers elsewhere: without folders of this machine."""
+        """The name of the data for publication: without folders of this machine."""
         name, config = self.hub_dataset()
         if name is not None:
             return f"{name} ({config})" if config else name
@@ -65,11 +65,11 @@ class DataArguments:
 class RunArguments(CheckpointArguments):
     """How a run trains, evaluates, logs and uploads."""
 
-    output_dir: str = field(metadata={"help": "Everything is written here."})
+    output_dir: str = field(metadata={"help": "Folder to write to."})
     seed: int = field(default=0, metadata={"help": "Seed of initial weights, dropout, masks, samples and order."})
     logging_steps: int = field(default=10, metadata={"help": "Log means over this many steps."})
     do_train: bool = field(
-        default=True, metadata={"help": "Train the model; --no_do_train only evaluates it and predicts with it."}
+        default=True, metadata={"help": "Train the model; --no_do_train only evaluates it and predicts."}
     )
     eval_strategy: Literal["no", "steps", "epoch"] = field(
         default="epoch",
@@ -79,7 +79,7 @@ class RunArguments(CheckpointArguments):
         default=None, metadata={"help": "With --eval_strategy steps: number of steps between evaluations."}
     )
     load_best_model_at_end: bool = field(
-        default=False, metadata={"help": "Leave the model with the best evaluation instead of the last one."}
+        default=False, metadata={"help": "Save the model with the best evaluation instead of the last one."}
     )
     metric_for_best_model: str | None = field(
         default=None, metadata={"help": "Metric by which models are compared; by default the task's own."}
@@ -97,10 +97,10 @@ class RunArguments(CheckpointArguments):
         default=0.0, metadata={"help": "Smallest change that counts as an improvement."}
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = field(
-        default=None, metadata={"help": "Half precision; by default as `accelerate config` has set it."}
+        default=None, metadata={"help": "Half precision; by default, the setting of `accelerate config`."}
     )
     gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Save memory by computing the layers again in the backward pass."}
+        default=False, metadata={"help": "Save memory by recomputing the layers in the backward pass."}
     )
     torch_compile: bool = field(default=False, metadata={"help": "Compile the model."})
     torch_compile_backend: str = field(default="inductor", metadata={"help": "With --torch_compile: the backend."})
@@ -113,7 +113,7 @@ class RunArguments(CheckpointArguments):
     with_tracking: bool = field(default=False, metadata={"help": "Log to the trackers of --report_to."})
     report_to: list[str] = field(
         default_factory=lambda: ["tensorboard"],
-        metadata={"help": "Trackers that Accelerate knows: tensorboard, wandb, mlflow, ...; or all installed ones."},
+        metadata={"help": "Trackers of Accelerate: tensorboard, wandb, mlflow, ...; or all, for the installed ones."},
     )
     project_name: str = field(default="nystrom_models", metadata={"help": "Name of the project in trackers."})
     run_name: str | None = field(
@@ -149,7 +149,7 @@ class RunArguments(CheckpointArguments):
         if self.dataloader_num_workers is not None and self.dataloader_num_workers < 0:
             raise ValueError(f"--dataloader_num_workers must be at least 0, but is {self.dataloader_num_workers}.")
         if (self.eval_strategy == "steps") != (self.eval_steps is not None):
-            raise ValueError("--eval_strategy steps and --eval_steps N go together.")
+            raise ValueError("Give --eval_strategy steps and --eval_steps N together, or neither.")
         if self.eval_strategy == "no" and (self.load_best_model_at_end or self.early_stopping_patience is not None):
             raise ValueError(
                 "--load_best_model_at_end and --early_stopping_patience need evaluations to choose from: "
@@ -168,7 +168,7 @@ class RunArguments(CheckpointArguments):
         return {"no": None, "steps": self.eval_steps, "epoch": "epoch"}[self.eval_strategy]
 
     def goal(self, default: str) -> Goal:
-        """The metric of this run, and whether more of it is better; `default` is the task's metric."""
+        """The metric of this run, and whether larger values are better; `default` is the task's metric."""
         return Goal.of(self.metric_for_best_model or default, self.greater_is_better)
 
     def loader_options(self) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def parse_arguments(
 ) -> tuple[Any, ...]:
     """Dataclasses from a command line, in which `--recipe FILE` is replaced by the flags in a file.
 
-    Flags given beside it take precedence, so that a recipe can be tried at another size. (`HfArgumentParser` also
-    reads files of flags, but without comments, quotes and relative paths.)
+    Other flags on the command line take precedence, so that a recipe can be tried at another size. (`HfArgumentParser`
+    also reads files of flags, but without comments, quotes and relative paths.)
 
     Args:
         types: dataclasses, whose fields all have different names.
@@ -218,6 +218,6 @@ def parse_arguments(
     parser = HfArgumentParser(
         types,  # type: ignore[arg-type]
         description=description,
-        epilog="--recipe FILE takes flags from a file; flags given beside it take precedence.",
+        epilog="--recipe FILE takes flags from a file; flags on the command line take precedence.",
     )
     return parser.parse_args_into_dataclasses([*flags, *rest], look_for_args_file=False)

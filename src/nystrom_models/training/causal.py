@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal language modeling: the next token, of documents packed into rows."""
+"""Causal language modeling of documents packed into rows."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from .run import finish_run, prepare_model, start_run
 from .saving import save_pretrained
 from .scores import evaluate
 
-# Tokens of a row where the model has no longest sequence, as in Transformers' run_clm.py.
+# The default length of rows if the model has no limit, as in Transformers' run_clm.py.
 DEFAULT_BLOCK_SIZE = 1024
 
 # `model_max_length` of a tokenizer without a limit, as Transformers writes it.
@@ -64,7 +64,7 @@ def _config(args: CausalArguments, tokenizer: PreTrainedTokenizerBase) -> BaseCo
     pad = tokenizer.pad_token_id
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
-        # The embedding of padding is not trained, but that of eos must be.
+        # If eos were the padding token, its embedding would not be trained.
         "pad_token_id": None if pad == tokenizer.eos_token_id else pad,
         "eos_token_id": tokenizer.eos_token_id,
     }
@@ -72,8 +72,8 @@ def _config(args: CausalArguments, tokenizer: PreTrainedTokenizerBase) -> BaseCo
     config = read_config(args, tokenizer, ids, wanted)
     if not config.is_decoder:
         raise ValueError(
-            f"{args.config_name or args.model_name_or_path} describes an encoder, which sees the tokens that it "
-            f"should predict: --config_name must name {wanted}."
+            f"{args.config_name or args.model_name_or_path} describes an encoder, which sees the tokens to predict: "
+            f"--config_name must name {wanted}."
         )
     return config
 
@@ -129,7 +129,7 @@ def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: Data
     """Loss and accuracy of the next token over a whole data set, perplexity, and bits per byte of its text.
 
     The perplexity of a token also depends on the tokenizer. Bits per byte compare models with different tokenizers, if
-    these lose nothing of the text. End-of-sequence tokens are predicted, and count.
+    the tokenizers are lossless. End-of-sequence tokens are predicted, and counted.
     """
     scores = evaluate(accelerator, model, CausalObjective(), dataloader)
     bits = scores["loss"] / math.log(2) * tokens_per_byte(dataloader.dataset)
@@ -146,7 +146,7 @@ def _save(accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase) -> Calla
 def train_causal(
     args: CausalArguments, optimization: OptimizationArguments, documents: Documents
 ) -> dict[str, dict[str, Any]]:
-    """Trains a causal language model, from nothing or from given weights, and evaluates it on held-out documents.
+    """Trains a causal language model, from scratch or from given weights, and evaluates it on held-out documents.
 
     It writes the same files as [`pretrain`]; `pipeline("text-generation")` loads the model.
 
@@ -160,7 +160,7 @@ def train_causal(
         `train`.
 
     Raises:
-        ValueError: if the documents, the tokenizer and the model do not fit together; before anything is trained.
+        ValueError: before training, if the documents, the tokenizer and the model do not fit together.
     """
     accelerator = start_run(args)
     tokenizer = causal_tokenizer(

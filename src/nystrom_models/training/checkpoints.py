@@ -29,7 +29,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 class CheckpointArguments:
     """When checkpoints are saved, and from which one a run resumes."""
 
-    output_dir: str = field(default="outputs", metadata={"help": "Everything is written here."})
+    output_dir: str = field(default="outputs", metadata={"help": "Folder to write to."})
     checkpointing_steps: int | None = field(
         default=None, metadata={"help": "Save a checkpoint every this many optimizer steps; by default none."}
     )
@@ -52,7 +52,7 @@ class CheckpointArguments:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
         if self.overwrite_output_dir and self.resume_from_checkpoint is not None:
             raise ValueError(
-                "--overwrite_output_dir starts again, --resume_from_checkpoint resumes: give one of them."
+                "--overwrite_output_dir starts again, --resume_from_checkpoint resumes: give only one of them."
             )
 
 
@@ -76,7 +76,7 @@ def damage(checkpoint: Path) -> str | None:
         if not path.is_file():
             return f"{path} is missing"
         if file_digest(path) != digest:
-            return f"{path} is damaged: it is not what was saved"
+            return f"{path} is damaged: its content is not what was saved"
     return None
 
 
@@ -102,7 +102,7 @@ def make_way(args: CheckpointArguments, remove: bool = True) -> None:
         return
     if found and not args.overwrite_output_dir:
         raise ValueError(
-            f"--output_dir {args.output_dir} holds checkpoints of an earlier run, {', '.join(p.name for p in found)}. "
+            f"--output_dir {args.output_dir} has checkpoints of an earlier run, {', '.join(p.name for p in found)}. "
             "Resume it (--resume_from_checkpoint latest), remove them (--overwrite_output_dir), or give another "
             "--output_dir."
         )
@@ -145,7 +145,7 @@ def find_checkpoint(args: CheckpointArguments) -> Path | None:
         if problem is None:
             return checkpoint
         problems.append(problem)
-        warnings.warn(f"{problem}. Taking the checkpoint before it.", stacklevel=2)
+        warnings.warn(f"{problem}. Using the previous checkpoint.", stacklevel=2)
     if problems:
         raise ValueError("No complete checkpoint is left: " + "; ".join(problems) + ". Remove them to start again.")
     return None
@@ -207,7 +207,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     except Exception as error:
-        # Any library may have failed to write: say what it means for the run, and which checkpoints are left.
+        # The error may come from any library: tell what it means for the run, and which checkpoints are left.
         shutil.rmtree(partial, ignore_errors=True)
         kept = list_checkpoints(output_dir)
         raise OSError(

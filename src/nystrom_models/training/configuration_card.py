@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cards of configurations: the model that each gives, what it costs, and what was measured with it."""
+"""Cards of configurations: their models, their cost, and measured results."""
 
 import functools
 import json
@@ -59,7 +59,7 @@ def _attention(config: BaseConfig) -> str:
 
 
 def _summary(config: BaseConfig) -> str:
-    # None of either is exact softmax attention.
+    # If either is None, it is exact softmax attention.
     linear = getattr(config, "num_landmarks", 1) is not None and getattr(config, "feature_map", "") is not None
     longest = config.max_position_embeddings
     return (
@@ -91,7 +91,8 @@ def _facts(config: BaseConfig) -> list[tuple[str, str]]:
 
 
 def _operations(config: BaseConfig) -> list[tuple[str, str, str]]:
-    """Tokens, operations with this attention, with softmax attention: at a quarter of the longest length and at it."""
+    """Tokens, operations with this attention and with softmax attention, at a quarter of the longest length and at the
+    longest length."""
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     longest = config.max_position_embeddings or 4096
     values = {name: getattr(config, name) for name in sizes} | {"num_landmarks": None, "conv_kernel_size": None}
@@ -145,17 +146,17 @@ def configuration_card(
         name: the card's title, and the model's name in its metadata.
         file: of the configuration, as the usage snippet loads it.
         recipes: files of flags that train it.
-        results: what was measured, a label and its scores (fractions of 1) for each row of a table. All rows have the
-            same columns. The first row is of the model as configured: the metadata list it for the Hub. An entry
-            `standard_deviation` of `metric_args` stands behind its mean.
-        measured: sentences that say when, how and on which machine.
+        results: the measured results, a label and its scores (fractions of 1) for each row of a table. All rows have
+            the same columns. The first row is the model as configured, and is in the metadata for the Hub. An entry
+            `standard_deviation` of `metric_args` is shown after its mean.
+        measured: sentences that say when, how and on which machine the results were measured.
 
     Raises:
         ValueError: if rows of `results` differ in their columns.
     """
     columns = [[f"{result.dataset_name}, {result.metric_type}" for result in row] for _, row in results]
     if any(row != columns[0] for row in columns):
-        raise ValueError(f"All rows of results need the same columns, and in the same order, but they have {columns}.")
+        raise ValueError(f"All rows of results must have the same columns in the same order, but have {columns}.")
     data = ModelCardData(
         language="en" if results else None,
         license="apache-2.0",

@@ -15,7 +15,7 @@ _HELD_OUT = "eval_"
 
 
 def read_history(output_dir: str | os.PathLike) -> list[dict[str, float]]:
-    """The logged figures that a run left in its `--output_dir`."""
+    """The logged figures of a run, from its `--output_dir`."""
     path = Path(output_dir, "history.jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {output_dir} is not the --output_dir of a run.")
@@ -31,7 +31,7 @@ def plot_history(histories: Mapping[str, Sequence[Mapping[str, float]]], path: s
     """Draws losses and accuracies over the steps: a line for training, dots for held-out data.
 
     Args:
-        histories: the logged figures of each run, by the name shown for it.
+        histories: the logged figures of each run, by its label.
         path: a .png, .svg or .pdf file.
 
     Raises:

@@ -32,7 +32,7 @@ def parse_grid(grid: Sequence[str], *arguments: Any) -> dict[str, list[Any]]:
     """Values by flag, from `flag=value,value,...` items.
 
     Raises:
-        ValueError: if an item has another form, or names an unknown flag or one that a grid cannot vary.
+        ValueError: if an item has another form, or its flag is unknown or cannot be varied by a grid.
     """
     fixed = {"output_dir", "grid", "keep_best_only", "hub_model_id"}
     known = {field.name for part in arguments for field in fields(part)} - fixed

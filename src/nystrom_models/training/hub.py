@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upload of runs to the Hub. The repository is made before training, so that a refused token shows at once."""
+"""Upload of runs to the Hub. The repository is created before training, so that a wrong token is found at once."""
 
 import os
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, HTTPError
 
-# Models, tokenizer, code, card, results and plots lie at the top; checkpoints and logs in folders. Hidden files are
-# never uploaded.
+# Models, tokenizer, code, card, results and plots are at the top level; checkpoints and logs are in folders. Hidden
+# files are never uploaded.
 IGNORED = ["*/*", ".*"]
 # Files of a checkpoint that do not belong to its model.
 IGNORED_OF_CHECKPOINTS = [*IGNORED, "optimizer*", "scaler*", "random_states_*", "manifest.json", "progress.json"]
@@ -22,7 +22,7 @@ def _clear_errors(hub_model_id: str, what: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise ValueError(f"--hub_model_id {hub_model_id!r} is not a name of a repository: {error}") from error
+        raise ValueError(f"--hub_model_id {hub_model_id!r} is not the name of a repository: {error}") from error
     # The client reports a large file that failed as a RuntimeError, with its reason as the cause.
     except (HTTPError, ConnectionError, RuntimeError) as error:
         reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
@@ -34,16 +34,16 @@ def _clear_errors(hub_model_id: str, what: str) -> Iterator[None]:
             ) from error
         if status == 403:
             raise PermissionError(
-                f"This token may not write to {hub_model_id}: give --hub_model_id a namespace of yours, or a token "
+                f"This token may not write to {hub_model_id}: give --hub_model_id in your own namespace, or a token "
                 f"with write access. {what}. ({reason})"
             ) from error
         raise ConnectionError(
-            f"{what}, and may be repeated. The Hub did not take {hub_model_id}: {type(reason).__name__}: {reason}"
+            f"{what}, and may be repeated. The Hub did not accept {hub_model_id}: {type(reason).__name__}: {reason}"
         ) from error
 
 
 def create_repository(hub_model_id: str, token: str | None = None, private: bool = False) -> str:
-    """Makes sure that there is a repository to upload to, and returns its whole name.
+    """Makes sure that there is a repository to upload to, and returns its full name.
 
     Args:
         hub_model_id: "user/name", or "name" for the token's own user.
@@ -51,7 +51,7 @@ def create_repository(hub_model_id: str, token: str | None = None, private: bool
         private: whether a new repository is private; if not, the Hub's default for the user applies.
 
     Raises:
-        ValueError: if `hub_model_id` is no name of a repository.
+        ValueError: if `hub_model_id` is not the name of a repository.
         PermissionError: if the Hub refuses the token.
         ConnectionError: if the Hub cannot be reached.
     """
@@ -81,15 +81,15 @@ def push(
         The commit's address.
 
     Raises:
-        FileNotFoundError: if `output_dir` holds no saved model.
-        ValueError: if `hub_model_id` is no name of a repository, or the card's metadata are wrong.
+        FileNotFoundError: if `output_dir` has no saved model.
+        ValueError: if `hub_model_id` is not the name of a repository, or the card's metadata are wrong.
         PermissionError: if the Hub refuses the token.
         ConnectionError: if the upload did not finish for another reason.
     """
     folder = Path(output_dir)
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
-            raise FileNotFoundError(f"--output_dir {folder} holds no {pattern}: there is no saved model to push.")
+            raise FileNotFoundError(f"--output_dir {folder} has no {pattern}: there is no saved model to push.")
     repo_id = create_repository(hub_model_id, token, private)
     with _clear_errors(
         hub_model_id, f"The upload of {folder} to {hub_model_id} did not finish: the folder is unchanged"

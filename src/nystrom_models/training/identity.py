@@ -30,7 +30,7 @@ PLACES = frozenset(
     " dataset_config_name data_dir model_name_or_path config_name tokenizer_name trust_remote_code".split()
 )
 
-# Flags whose effect is seen in the training data or in the model's configuration, which are compared themselves.
+# Flags that change the training data or the model's configuration, which are compared directly.
 SHOWN_BY_CONTENT = PLACES | frozenset(
     "task_name config_overrides max_train_samples text_column_names text_column_name label_column_name label_delimiter"
     " do_regression multi_label ignore_mismatched_sizes truncation_strategy validation_split"
@@ -45,13 +45,13 @@ MAY_CHANGE = frozenset(
     " greater_is_better load_best_model_at_end early_stopping_patience early_stopping_threshold do_train".split()
 )
 
-# Flags that people change on purpose after a run diverged, and versions that change unnoticed: worth a warning.
+# Flags that users change on purpose after a run diverged, and versions that change unnoticed: they cause a warning.
 WARNED = frozenset(
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_ratio num_warmup_steps max_grad_norm mixed_precision"
     " versions".split()
 )
 
-# What runs did before there was a flag.
+# The behaviour of runs before a flag existed.
 BEFORE_THE_FLAG = {"optim": "adamw"}
 
 _PACKAGES = ("torch", "transformers", "accelerate")
@@ -122,7 +122,7 @@ def model_settings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
     ignored = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
     vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
-    # As JSON gives them back: keys of dictionaries are text.
+    # In the form that JSON returns: keys of dictionaries are strings.
     fields = {name: _text_keys(value) for name, value in fields.items()}
     return {"the model's configuration": fields, "the tokenizer's vocabulary": vocabulary}
 
@@ -134,11 +134,11 @@ def _text_keys(value: Any) -> Any:
 
 
 def run_settings(*arguments: Any, **content: Any) -> dict[str, Any]:
-    """What is compared on resuming: flags that determine training, data and model, and versions.
+    """The settings that are compared on resuming: flags that determine training, data and model, and versions.
 
     Args:
         arguments: the dataclasses of the flags.
-        content: what else must be the same, by a name in words.
+        content: other settings that must be the same, by a descriptive name.
     """
     return {
         **flags(*arguments, leave_out=HOUSEKEEPING | SHOWN_BY_CONTENT),
@@ -151,11 +151,11 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) ->
     """Refuses to resume with settings that must match and differ; warns of other differences that matter.
 
     Args:
-        saved, current: of [`run_settings`].
+        saved, current: results of [`run_settings`].
         where: the checkpoint, for messages.
 
     Raises:
-        ValueError: if a setting that must match does not, with all of those.
+        ValueError: if settings differ that must match; the message names all of them.
     """
     refused: list[str] = []
     warned: list[str] = []
@@ -166,8 +166,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) ->
         (warned if name in WARNED else refused).extend(_differences(name, before, now))
     if refused:
         raise ValueError(
-            f"{where} was saved by a run with other settings: {'; '.join(refused)}. A resumed run must go on as it "
-            "began: use these again, or begin a new run in another --output_dir, without --resume_from_checkpoint."
+            f"{where} was saved by a run with other settings: {'; '.join(refused)}. A resumed run must have the same "
+            "settings: use these again, or begin a new run in another --output_dir, without --resume_from_checkpoint."
         )
     if warned:
         warnings.warn(f"Since {where} was saved, settings have changed: {'; '.join(warned)}.", stacklevel=2)

@@ -52,7 +52,7 @@ class LanguageModelingArguments(RunArguments, DataArguments):
         RunArguments.__post_init__(self)
         DataArguments.__post_init__(self)
         if self.model_name_or_path is None and self.config_name is None:
-            raise ValueError("Give --config_name for a new model, or --model_name_or_path for one to go on with.")
+            raise ValueError("Give --config_name for a new model, or --model_name_or_path to continue with a model.")
         if self.model_name_or_path is None and self.tokenizer_name is None:
             raise ValueError("A new model needs --tokenizer_name; examples/train_tokenizer.py trains one.")
         if not 0 <= self.validation_split_percentage < 100:
@@ -61,7 +61,7 @@ class LanguageModelingArguments(RunArguments, DataArguments):
                 f"{self.validation_split_percentage:g}."
             )
         if self.streaming and self.eval_strategy == "epoch":
-            self.eval_strategy = "no"  # a stream does not tell where its epoch ends
+            self.eval_strategy = "no"  # the end of an epoch of a stream is unknown
         if not self.do_train and self.model_name_or_path is None:
             raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
 
@@ -84,9 +84,9 @@ def read_config(
 
     Args:
         args: the flags.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         token_ids: values of fields such as `bos_token_id`.
-        wanted: what --config_name must name, for a message.
+        wanted: a description of valid values of --config_name, for a message.
     """
     name = str(args.config_name or args.model_name_or_path)
     config = AutoConfig.from_pretrained(name)
@@ -103,7 +103,7 @@ def read_config(
     elif len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, but the model takes {config.vocab_size}: give the model's "
-            "own tokenizer, by leaving out --tokenizer_name."
+            "own tokenizer, by omitting --tokenizer_name."
         )
     for field_name, token_id in token_ids.items():
         setattr(config, field_name, token_id)
@@ -139,7 +139,7 @@ def row_length(flag: str, value: int | None, config: BaseConfig, default: int | 
     if value is None:
         value = default if longest is None else longest
     if value is None:
-        raise ValueError(f"The model takes any number of tokens: give the length of rows by {flag}.")
+        raise ValueError(f"The model takes any number of tokens: give the length of rows with {flag}.")
     if longest is not None and value > longest:
         raise ValueError(
             f"{flag} {value} is more than the {longest} tokens that the model takes: lower it, or give "
@@ -164,7 +164,7 @@ def stream_arguments(args: LanguageModelingArguments, optimization: Optimization
         ValueError: if steps should be counted in tokens.
     """
     if optimization.tokens_per_step is not None:
-        raise ValueError("--tokens_per_step needs rows that can be counted: leave out --streaming.")
+        raise ValueError("--tokens_per_step needs rows that can be counted: omit --streaming.")
     return {"buffer_size": args.shuffle_buffer_size, **loader_arguments(args, optimization)}
 
 
@@ -224,7 +224,7 @@ def train_and_score(
 
 
 def data_card(args: LanguageModelingArguments, documents: Documents, how: str, held_out: str = "") -> dict[str, Any]:
-    """What the model card says about the data and the initial model.
+    """The fields of the model card about the data and the initial model.
 
     Args:
         args: the flags.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: as many as were launched, or an error that says what to set."""
+"""The processes of a run: all that were launched work together, or an error says what to set."""
 
 import os
 from collections.abc import Mapping
@@ -10,15 +10,16 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
-# MPI's launchers on one machine; they do not say where the processes meet, which then is this machine.
+# MPI launchers on one machine do not set the address at which the processes meet: it is this machine.
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
-# What torchrun and `accelerate launch`, MPICH and Intel MPI, Open MPI, MVAPICH and srun call the number of processes.
+# The variables for the number of processes of torchrun and `accelerate launch`, MPICH and Intel MPI, Open MPI, MVAPICH
+# and srun.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """The number of processes that a launcher started, 1 if none did, and the variable that says so."""
+    """The number of processes that a launcher started, 1 without a launcher, and the variable that contains it."""
     for name in _SIZES:
         if environment.get(name, "").isdecimal() and int(environment[name]) > 1:
             return int(environment[name]), name
@@ -26,30 +27,30 @@ def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int
 
 
 def _dropped_processes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` was asked for several processes and started one, as it does on CPUs without MPI.
-    Then it sets a port for processes to meet, but not their number."""
+    """Whether `accelerate launch` was asked for several processes but started one, as it does on CPUs without MPI.
+    Then it sets a port at which processes meet, but not their number."""
     launched = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment
     return launched and not any(name in environment for name in _SIZES)
 
 
-# Environment variables that ask for sharded training, and Accelerate's type of it.
+# Environment variables that request sharded training, and Accelerate's type for each.
 _SHARDING = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
 
 
 def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Accelerator:
     """An `Accelerator` for [`train`], over all processes that were launched; `options` are passed to it.
 
-    On machines without a GPU, several processes work together on the CPU, by gloo or MPI. Accelerate by itself would
-    let each of them train alone.
+    On machines without a GPU, several processes work together on the CPU, by gloo or MPI. Without this, Accelerate
+    would let each of them train alone.
 
     Raises:
         RuntimeError: if the launched processes do not find each other, if `accelerate launch` started fewer processes
-            than requested, or if weights should be sharded where Accelerate does not shard.
+            than requested, or if sharding was requested but Accelerate would not shard.
     """
     if _dropped_processes() and not PartialState._shared_state:
         raise RuntimeError(
             "`accelerate launch` was asked for several processes, but started only this one: on CPUs it starts "
-            "several only by MPI (--mpirun_hostfile). Please use torchrun --nproc_per_node N, or --num_processes 1."
+            "several only with MPI (--mpirun_hostfile). Use torchrun --nproc_per_node N, or --num_processes 1."
         )
     size, variable = launched_processes()
     sharding = [kind for name, kind in _SHARDING.items() if os.environ.get(name, "").lower() == "true"]
@@ -66,8 +67,8 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
     )
     if sharding and accelerator.distributed_type not in sharding:
         raise RuntimeError(
-            f"{sharding[0].value} was asked for, but Accelerate would train without it: it shards only on GPUs, in "
-            "processes that torchrun or `accelerate launch` started. Take another file of configs/accelerate/."
+            f"{sharding[0].value} was requested, but Accelerate would train without it: it shards only on GPUs, in "
+            "processes that torchrun or `accelerate launch` started. Use another file of configs/accelerate/."
         )
     if size != accelerator.num_processes and (size > 1 or accelerator.num_processes > 1):
         hint = (
@@ -78,6 +79,7 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
         )
         raise RuntimeError(
             f"{size} processes were launched ({variable or 'no WORLD_SIZE'}), but this one finds "
-            f"{accelerator.num_processes}: each would train a model of its own into one --output_dir. Please {hint}."
+            f"{accelerator.num_processes}: each would train its own model and write to the same --output_dir. To fix "
+            f"this, {hint}."
         )
     return accelerator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop, for pretraining and fine-tuning alike."""
+"""The training loop, shared by pretraining and fine-tuning."""
 
 import json
 import math
@@ -65,7 +65,7 @@ class TrainingState:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens trained on in a second, without padding."""
+        """Tokens trained on per second, without padding."""
         return self.num_tokens / self.seconds if self.seconds else math.nan
 
     def figures(self) -> dict[str, float]:
@@ -148,7 +148,7 @@ class TrainingLoop:
                 f"--optim muon needs whole matrices, and {accelerator.distributed_type.value} divides them: use adamw."
             )
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # It wants to know what it does not see, rows of one micro-batch, and clips gradients itself.
+            # DeepSpeed needs the number of rows of a micro-batch, which it cannot see, and clips gradients itself.
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
             config["gradient_clipping"] = args.max_grad_norm
@@ -158,8 +158,8 @@ class TrainingLoop:
         self.window = Sums(accelerator)  # since the last log
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         self.position: Mapping[str, Any] | None = None  # of the next step in the data
-        self.signals = Signals(enabled=checkpoints is not None)  # without, there is nothing to save
-        self.stop = self.save_now = False  # what all processes have agreed to do after the step under way
+        self.signals = Signals(enabled=checkpoints is not None)  # without checkpoints, there is nothing to save
+        self.stop = self.save_now = False  # what all processes have agreed to do after the current step
         self.bar = tqdm(total=self.total_steps, desc=desc, unit=" steps", disable=not accelerator.is_main_process)
 
     def run(self) -> TrainingState:
@@ -209,14 +209,14 @@ class TrainingLoop:
         self.state.best = Best(**progress["best"])
         kept = None if self.evaluation is None else self.evaluation.best_model
         if kept is not None and kept.step() != self.state.best.step:
-            self.state.best = Best()  # the saved model is of a later step, which will be repeated
+            self.state.best = Best()  # the saved model is from a later step, which will be repeated
         self.position = progress["position"]
         self.num_tokens += progress["num_tokens"] * self.accelerator.is_main_process  # a sum over all processes
         self.window.load(progress["window"])
         self.bar.initial = self.bar.n = self.state.step
-        self.accelerator.print(f"Going on from {checkpoint}")
+        self.accelerator.print(f"Resuming from {checkpoint}")
         if not math.isclose(rate, self.scheduler.get_last_lr()[0]):
-            self.accelerator.print(f"The learning rate, {rate:g} so far, is now {self.scheduler.get_last_lr()[0]:g}")
+            self.accelerator.print(f"The learning rate was {rate:g} and is now {self.scheduler.get_last_lr()[0]:g}")
         self.state.history = read_json_lines(checkpoint / HISTORY)
         if self.accelerator.is_main_process:
             write_json(Path(self.checkpoints.output_dir, HISTORY), self.state.history, lines=True)
@@ -255,7 +255,7 @@ class TrainingLoop:
         for name, (count, total) in shares.items():
             # The mean of a loss without targets is 0 / 0.
             losses[name] = torch.where(count > 0, losses[name], 0.0)
-            # In float32 at least, and in float64 where the model is.
+            # In float32, or in float64 if the model is in float64.
             dtype = torch.promote_types(losses[name].dtype, torch.float32)
             weighted.append(losses[name] * (count.to(dtype) / total.clamp(min=1)))
         loss = torch.stack(weighted).sum()
@@ -324,7 +324,7 @@ class TrainingLoop:
         self.state.num_tokens = int(self.accelerator.reduce(self.num_tokens, "sum"))
 
     def evaluate(self) -> None:
-        """Evaluates if it is due, except after the last step: then the caller evaluates, after saving the model."""
+        """Evaluates if it is time, except after the last step, when the caller evaluates after saving the model."""
         state, evaluation = self.state, self.evaluation
         if evaluation is None or not self.eval_every or state.step % self.eval_every or state.step == self.total_steps:
             return
@@ -348,7 +348,7 @@ class TrainingLoop:
         self.started += time.perf_counter() - paused
 
     def save(self) -> None:
-        """Saves a checkpoint if it is due, or if a signal asked for it."""
+        """Saves a checkpoint if it is time, or if a signal requested it."""
         checkpoints, state = self.checkpoints, self.state
         if checkpoints is None:
             return
@@ -394,8 +394,8 @@ def train(
 ) -> TrainingState:
     """Trains `model`, in place.
 
-    The loss of a step is the mean over the targets of all its micro-batches on all processes, so that it does not
-    matter how a batch is divided. The main process shows a progress bar with losses, accuracies and tokens a second.
+    The loss of a step is the mean over the targets of all its micro-batches on all processes, so that the division of
+    a batch does not matter. The main process shows a progress bar with losses, accuracies and tokens per second.
 
     Args:
         accelerator: made by [`create_accelerator`].
@@ -405,7 +405,7 @@ def train(
         args: optimizer, schedule and length of the run.
         seed: of dropout; each process draws its own.
         logging_steps: figures that are shown and sent to trackers are means over this many steps.
-        desc: text beside the progress bar.
+        desc: label of the progress bar.
         checkpoints: where and when to save, and from where to resume. A resumed run takes the same steps as one that
             was never stopped. SIGTERM and SIGINT save a checkpoint after the current step and end the run; SIGUSR1
             saves a checkpoint.

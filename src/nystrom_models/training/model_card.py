@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model cards: README.md beside a saved model, with results that the Hub reads."""
+"""Model cards: the README.md of a saved model, with results that the Hub reads."""
 
 import importlib.metadata
 import json
@@ -22,7 +22,7 @@ from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_linformer import LinformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
 
-# Inside the package, so that an installed one finds it, too.
+# Inside the package, so that it is found after installation, too.
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
 
 FAMILIES = {"nystromformer": "Nyströmformer", "linformer": "Linformer", "linear_transformer": "linear transformer"}
@@ -42,7 +42,7 @@ class _Task:
 
 _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
 
-# By the ending of the architecture.
+# Tasks by the last part of the architecture's name.
 TASKS = {
     "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
     "ForMaskedLM": _Task("fill-mask", "that fills in masked tokens", _MASKED),
@@ -90,9 +90,7 @@ def _usage(task: _Task, name: str, example: str | tuple[str, str] | None, option
 def _num_parameters(output_dir: Path) -> int:
     files = sorted(output_dir.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(
-            f"{output_dir} holds no *.safetensors file: save the model there with save_pretrained."
-        )
+        raise FileNotFoundError(f"{output_dir} has no *.safetensors file: save the model there with save_pretrained.")
     count = 0
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -102,7 +100,7 @@ def _num_parameters(output_dir: Path) -> int:
 
 
 def span(value: int | Sequence[int] | Sequence[Sequence[int]]) -> str:
-    """A number, or the least and the greatest of a list, or of lists: "5 to 8"."""
+    """A number, or the minimum and maximum of a list or of lists: "5 to 8"."""
     if isinstance(value, int):
         return str(value)
     numbers = [number for item in value for number in ([item] if isinstance(item, int) else item)]
@@ -189,37 +187,37 @@ def model_card(
     """The card of a saved model. Family, task, size and limits are read from what was saved.
 
     Args:
-        output_dir: with a model, and the tokenizer that the usage snippet needs.
+        output_dir: contains a model, and the tokenizer that the usage snippet needs.
         data: sentences that say what the model was trained and evaluated on.
-        hub_model_id: the repository that the usage snippet loads; if None, the folder's name, which works beside it.
+        hub_model_id: the repository that the usage snippet loads; if None, the folder's name, a relative path.
         base_model: the repository or the local folder of the model that was fine-tuned.
         dataset_name, dataset_config_name, dataset_split: the data set on the Hub, its configuration and the split
             that `metrics` are of. Without a name, results are listed under "local files".
         metrics: finite numbers by the name of their metric, such as `{"accuracy": 0.9, "f1": 0.92}`.
-        hyperparameters: what a table lists. Entries of None are left out, and so are those whose name ends in
-            `_token`, for a card is public.
+        hyperparameters: the entries of a table, without those that are None and those whose name ends in `_token`,
+            because a card is public.
         hardware: what the model was trained on; if None, the devices, or the CPU cores, that this process sees.
         limits: sentences added to those that follow from the configuration.
-        example: the input of the usage snippet, or a pair of texts for a classifier of pairs. One for "fill-mask"
-            holds the mask token.
+        example: the input of the usage snippet, or a pair of texts for a classifier of pairs. For "fill-mask" it must
+            contain the mask token.
         language: ISO 639-1 codes of the texts.
         license: as on the Hub, such as "apache-2.0".
 
     Raises:
-        FileNotFoundError: if `output_dir` holds no saved model.
+        FileNotFoundError: if `output_dir` has no saved model.
         ValueError: if the model has a head without a pipeline, or a metric is not finite.
     """
     folder = Path(output_dir)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: save the model there with save_pretrained.")
+        raise FileNotFoundError(f"{folder} has no config.json: save the model there with save_pretrained.")
     config = AutoConfig.from_pretrained(folder)
     if not isinstance(config, BaseConfig):
-        raise ValueError(f"{folder} holds a {config.model_type!r} model; cards are for {list(FAMILIES)}.")
+        raise ValueError(f"{folder} has a {config.model_type!r} model, but cards are for {list(FAMILIES)}.")
     architecture = (config.architectures or ["none"])[0]
     task = _task(architecture)
     for metric, value in (metrics or {}).items():
         if not math.isfinite(value):
-            raise ValueError(f"The metric {metric!r} is {value}: a card lists finite numbers, so leave it out.")
+            raise ValueError(f"The metric {metric!r} is {value}: a card lists only finite numbers, so omit it.")
 
     model_name = (hub_model_id or folder.resolve().name).rsplit("/", 1)[-1]
     name = hub_model_id or folder.resolve().name
@@ -293,7 +291,7 @@ def model_card(
 
 
 def write_model_card(output_dir: str | os.PathLike, **fields: Any) -> Path:
-    """Writes [`model_card`] with these fields to README.md in `output_dir`, and gives its path."""
+    """Writes [`model_card`] with these fields to README.md in `output_dir`, and returns its path."""
     path = Path(output_dir) / "README.md"
     model_card(output_dir, **fields).save(path)
     return path

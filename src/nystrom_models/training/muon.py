@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for the matrices of the layers and AdamW for all else, as one optimizer."""
+"""Muon for the matrices of the layers and AdamW for all other parameters, as one optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,8 +11,8 @@ from torch import nn
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trained weights of linear layers inside lists of modules, where models of Transformers have their layers.
 
-    Embeddings, heads and poolers are outside; Muon is not made for them. Convolutions, projections of the tokens and
-    feature maps are no linear layers.
+    Embeddings, heads and poolers, for which Muon is not made, are outside such lists. Convolutions, projections of the
+    tokens and feature maps are not linear layers.
     """
     found: dict[int, nn.Parameter] = {}
     for layers in model.modules():
@@ -28,15 +28,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """PyTorch's `Muon` (Jordan et al. 2024) for matrices, and its `AdamW` for groups of other parameters.
 
     Muon's rate is scaled to AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982, eq. 4),
-    so that one learning rate and one weight decay serve both.
+    so that one learning rate and one weight decay are used for both.
 
     Args:
         matrices: parameters of two dimensions.
         others: parameter groups of AdamW, with their options.
-        lr: learning rate of both. weight_decay: of the matrices.
+        lr: learning rate of both. weight_decay: that of the matrices.
         adamw: further options of AdamW.
 
-    Groups and state are those of the two optimizers, so that schedules, checkpoints and Accelerate see one.
+    Its groups and state combine those of the two optimizers, so that schedules, checkpoints and Accelerate see one
+    optimizer.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts step the groups and the state of the whole."""
+        """Makes both optimizers use the groups and the state of this one."""
         groups = list(self.param_groups)
         for part in self.parts:
             count = len(part.param_groups)
@@ -68,7 +69,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both. closure: computes loss and gradients again, once for both."""
+        """One step of both. closure: recomputes loss and gradients; it is called once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -98,7 +98,7 @@ class CausalObjective:
 
 
 class ClassificationObjective:
-    """One class a row, for a `ForSequenceClassification` model."""
+    """One class per row, for a `ForSequenceClassification` model."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""
@@ -114,7 +114,7 @@ class ClassificationObjective:
 
 
 class MultiLabelObjective:
-    """Any number of classes a row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
+    """Any number of classes per row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""
@@ -136,7 +136,7 @@ class MultiLabelObjective:
 
 
 class RegressionObjective:
-    """One number a row, for a `ForSequenceClassification` model with one label."""
+    """One number per row, for a `ForSequenceClassification` model with one label."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""

@@ -38,8 +38,8 @@ class OptimizationArguments:
     optim: str = field(
         default="adamw",
         metadata={
-            "help": "adamw, or muon: Muon for the matrices of the layers and AdamW for all else, at the same learning "
-            "rate. Small models learn from fewer tokens by it."
+            "help": "adamw, or muon: Muon for the matrices of the layers and AdamW for all other parameters, with the "
+            "same learning rate. With muon, small models need fewer tokens."
         },
     )
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
@@ -76,11 +76,11 @@ class OptimizationArguments:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
         if self.tokens_per_step is not None and self.gradient_accumulation_steps > 1:
             raise ValueError(
-                "--tokens_per_step says how many micro-batches a step takes: leave out --gradient_accumulation_steps."
+                "--tokens_per_step sets the number of micro-batches of a step: omit --gradient_accumulation_steps."
             )
         if self.group_by_length and self.tokens_per_step is None:
             raise ValueError(
-                "--group_by_length alone makes steps of unequal size: give their size in tokens by --tokens_per_step."
+                "With --group_by_length alone, steps differ in size: give their size with --tokens_per_step."
             )
         if self.max_skipped_steps < 0:
             raise ValueError(f"--max_skipped_steps must be at least 0, but is {self.max_skipped_steps}.")
@@ -116,12 +116,12 @@ def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.opt
     """AdamW, or Muon and AdamW. Only matrices get weight decay; biases, layer norms and other vectors get none.
 
     Raises:
-        ValueError: if Muon finds no matrix that it is for.
+        ValueError: if the model has no matrices for Muon.
     """
     matrices = layer_matrices(model) if args.optim == "muon" else []
     if args.optim == "muon" and not matrices:
         raise ValueError(
-            f"--optim muon is for the matrices of layers, and {type(model).__name__} has none to train: use adamw."
+            f"--optim muon trains the matrices of layers, but {type(model).__name__} has none: use adamw."
         )
     taken = set(map(id, matrices))
     decay: list[nn.Parameter] = []
@@ -155,13 +155,13 @@ def create_scheduler(
         return get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} do not suit --lr_scheduler_type "
+            f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} are not valid for --lr_scheduler_type "
             f"{args.lr_scheduler_type}: {error}"
         ) from error
 
 
 def set_schedule_step(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
     """Sets the learning rates to those of a step, also after a checkpoint has set other rates."""
-    # With a count of 1, PyTorch would warn that the schedule steps before the optimizer.
+    # With a step count of 1, PyTorch would warn that the schedule steps before the optimizer.
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step - 1, "_step_count": max(step, 2)})
     scheduler.step()

@@ -59,7 +59,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def results_content(
     results: Mapping[str, Any], *arguments: Any, identity: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What [`write_results`] writes, in the form in which it is read back."""
+    """The content of [`write_results`], in the form in which it is read back."""
     return _json(
         {
             "results": results,

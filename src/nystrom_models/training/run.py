@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The beginning and the end of a run: the same for pretraining and fine-tuning."""
+"""The beginning and the end of a run, shared by pretraining and fine-tuning."""
 
 import json
 import math
@@ -44,10 +44,11 @@ _RUN_NAMES = {
 
 
 def start_run(args: RunArguments) -> Accelerator:
-    """Makes `--output_dir` and the accelerator, starts the trackers, sets the seed, and quiets all but one process.
+    """Creates `--output_dir` and the accelerator, starts the trackers, sets the seed, and silences all processes but
+    the main one.
 
     Raises:
-        ValueError: if `--output_dir` holds checkpoints of an earlier run.
+        ValueError: if `--output_dir` has checkpoints of an earlier run.
         PermissionError, ConnectionError: if the Hub would refuse the upload of `--push_to_hub`.
         ImportError: if a tracker is not installed.
     """
@@ -62,7 +63,7 @@ def start_run(args: RunArguments) -> Accelerator:
     if args.do_train:
         make_way(args, remove=accelerator.is_main_process)
     if args.push_to_hub and accelerator.is_main_process:
-        # Before training: otherwise a refused token would show only at the end.
+        # Before training: otherwise a wrong token would be found only at the end.
         create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
     os.makedirs(args.output_dir, exist_ok=True)
     if not accelerator.is_main_process:
@@ -118,9 +119,9 @@ def train_model(
         args, optimization: the flags.
         scores: computes the held-out figures of the prepared model.
         goal: metric and direction by which models are compared.
-        desc: text beside the progress bar.
-        save_model: writes the prepared model and the tokenizer into a folder.
-        settings: what must be the same on resuming, besides the flags.
+        desc: label of the progress bar.
+        save_model: writes the prepared model and the tokenizer to a folder.
+        settings: further settings that must be the same on resuming, besides the flags.
 
     Returns:
         The position of the run. After a signal it is interrupted, and only a checkpoint has been saved.
@@ -170,7 +171,7 @@ def final_scores(
     goal: Goal,
     save_model: Callable[[nn.Module, Path], None],
 ) -> dict[str, float]:
-    """The held-out figures of the final model. `--load_best_model_at_end` may replace it by the model of an earlier
+    """The held-out figures of the final model. With `--load_best_model_at_end`, that may be the model of an earlier
     step."""
     metrics = dict(scores(state.model))
     if args.load_best_model_at_end and state.best.value is not None:
@@ -222,7 +223,7 @@ def finish_run(
 
     Args:
         accelerator: from [`start_run`].
-        state: of the finished training, whose model has been saved; None if nothing was trained.
+        state: the state of the finished training, whose model has been saved; None if nothing was trained.
         results: the content of `all_results.json`.
         arguments: the dataclasses of the flags; the first one is the [`RunArguments`].
         identity: digests of the data and of the initial weights.

@@ -24,7 +24,7 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     """All weights, under the model's own names; called by all processes.
 
     Raises:
-        RuntimeError: if they have other names, so that `from_pretrained` could not load them.
+        RuntimeError: if their names differ from the model's, so that `from_pretrained` could not load them.
         FloatingPointError: if one of them is not finite.
     """
     bare = bare_model(accelerator, model)
@@ -60,7 +60,7 @@ def save_pretrained(
         output_dir, is_main_process=accelerator.is_main_process, state_dict=state
     )
     if accelerator.is_main_process and tokenizer is not None:
-        # AutoTokenizer loads it by the general class, which knows BERT's token types only if they are listed.
+        # AutoTokenizer loads it as the general class, which knows BERT's token types only if they are listed.
         tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
         tokenizer.save_pretrained(output_dir)
     accelerator.wait_for_everyone()

@@ -33,7 +33,7 @@ class Sums:
         return {name: pair.tolist() for name, pair in sums.items()}
 
     def load(self, sums: Mapping[str, list[float]]) -> None:
-        """Continues from what [`reduced`] returned. Only the main process counts it, so that it counts once."""
+        """Continues from the result of [`reduced`]. Only the main process adds it, so that it is counted once."""
         device, main = self.accelerator.device, self.accelerator.is_main_process
         self.sums = {name: torch.tensor(pair, dtype=self.dtype, device=device) * main for name, pair in sums.items()}
 
@@ -67,7 +67,7 @@ def evaluate(
     model.eval()
     sums = Sums(accelerator)
     for batch in _batches(accelerator, dataloader, desc):
-        # Here, rows are dropped that only fill up the last batch of the processes.
+        # This drops the rows that only fill the last batch of the processes.
         sums.add(accelerator.gather_for_metrics(objective.scores(model(**batch), batch)))
     model.train(was_training)
     return sums.means(reduce=False)
@@ -84,14 +84,14 @@ def predict(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, 
         desc: text beside the progress bar.
 
     Raises:
-        ValueError: if batches have no `index`, or rows are missing or come twice.
+        ValueError: if batches have no `index`, or rows are missing or repeated.
     """
     was_training = model.training
     model.eval()
     parts, numbers = [], []
     for batch in _batches(accelerator, dataloader, desc):
         if "index" not in batch:
-            raise ValueError("The batches have no index: predictions could not be told apart.")
+            raise ValueError("The batches have no index: predictions could not be assigned to rows.")
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "index")}
         logits, index = accelerator.gather_for_metrics((model(**inputs).logits.float(), batch["index"]))
         parts.append(logits.cpu())

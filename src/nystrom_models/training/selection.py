@@ -10,7 +10,7 @@ from ..data.metrics import greater_is_better
 
 @dataclass(frozen=True)
 class Goal:
-    """A metric, and whether more of it is better."""
+    """A metric, and whether larger values are better."""
 
     metric: str
     greater_is_better: bool
@@ -39,7 +39,7 @@ class Goal:
         return sum(values) / len(values)
 
     def is_better(self, value: float, than: float | None, threshold: float = 0.0) -> bool:
-        """Whether a value is better by more than `threshold`; NaN is worse than any, and any is better than None."""
+        """Whether a value is better by more than `threshold`. NaN never is; others are better than NaN or None."""
         if math.isnan(value):
             return False
         if than is None or math.isnan(than):

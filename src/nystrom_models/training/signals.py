@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that ask a run to save, or to save and end."""
+"""Signals that make a run save, or save and end."""
 
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-# Asks to save and continue; absent on Windows.
+# The signal to save and continue; it does not exist on Windows.
 _SAVE = getattr(signal, "SIGUSR1", None)
 
 

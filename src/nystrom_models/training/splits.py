@@ -58,7 +58,7 @@ def _load_hub(args: DataArguments, **options: Any) -> Any:
 
 def _refuse_both(files: Files) -> None:
     if given := [f"--{split}_file" for split, paths in files.items() if paths is not None]:
-        raise ValueError(f"Either --dataset_name or files, but both are given: {', '.join(given)}.")
+        raise ValueError(f"Give either --dataset_name or files, but not both: {', '.join(given)}.")
 
 
 def sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
@@ -75,7 +75,7 @@ def load_documents(
     or the first `--max_eval_samples` of a stream. `--max_train_samples` and `--max_eval_samples` limit both.
 
     Raises:
-        ValueError: if the flags name no data or both a data set and files, if there are too few documents, or if the
+        ValueError: if the flags give no data or both a data set and files, if there are too few documents, or if the
             split of `--validation_split` does not exist.
     """
     train, validation = _load_documents(args, streaming)
@@ -88,7 +88,7 @@ def load_documents(
                 f"--validation_split_percentage {validation_split_percentage:g} of {len(train)} documents holds out "
                 f"{held_out}: give --validation_file, or a percentage that leaves documents on both sides."
             )
-        # Held out before sampling: a larger sample for training never contains held-out documents.
+        # Held out before sampling, so that no sample for training contains held-out documents.
         parts = train.train_test_split(test_size=held_out, seed=seed)
         train, validation = parts["train"], parts["test"]
     return {
@@ -103,7 +103,7 @@ def _load_documents(args: DataArguments, streaming: bool) -> tuple[Any, Any]:
         if args.train_file is None:
             raise ValueError("Documents to train on are needed: --train_file FILE, or --dataset_name NAME.")
         if args.validation_split is not None:
-            raise ValueError("--validation_split names a split of --dataset_name: of files, give --validation_file.")
+            raise ValueError("--validation_split names a split of --dataset_name: for files, give --validation_file.")
         train = load_files(args.train_file, "--train_file", args.cache_dir, streaming)
         if args.validation_file is None:
             return train, None
@@ -123,8 +123,8 @@ def _stream(
     if not isinstance(validation, Dataset):
         if args.max_eval_samples is None:
             raise ValueError(
-                "With --streaming, the documents to evaluate on must be counted: give --max_eval_samples 500, for "
-                "example, or --validation_file."
+                "With --streaming, the number of documents to evaluate on must be given: for example "
+                "--max_eval_samples 500, or --validation_file."
             )
         if validation is None:
             validation, train = train.take(args.max_eval_samples), train.skip(args.max_eval_samples)

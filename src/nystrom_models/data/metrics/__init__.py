@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metric modules for `evaluate` that come with the package, so that nothing is downloaded; which values are better."""
+"""Metric modules for `evaluate` that are part of the package, so that nothing is downloaded; and whether larger values
+are better.
+"""
 
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 TEXT_CLASSIFICATION = str(Path(__file__).with_name("text_classification.py"))
 
-# "combined_score" is the mean of the metrics of a task that has two, as GLUE counts it.
+# "combined_score" is the mean of the metrics of a task that has two, as in GLUE's average.
 _LESS_IS_BETTER = frozenset(("loss", "mlm_loss", "sop_loss", "perplexity", "bits_per_byte", "mse"))
 _MORE_IS_BETTER = frozenset(
     "accuracy combined_score exact_match f1 macro_f1 matthews_correlation micro_f1 mlm_accuracy pearson sop_accuracy"
@@ -28,7 +30,7 @@ def load_metric(config_name: str) -> "evaluate.EvaluationModule":
 
 
 def greater_is_better(metric: str) -> bool:
-    """Whether more of a metric is better.
+    """Whether larger values of a metric are better.
 
     Raises:
         ValueError: for an unknown metric.
@@ -36,7 +38,7 @@ def greater_is_better(metric: str) -> bool:
     name, known = metric.split("/")[-1], _LESS_IS_BETTER | _MORE_IS_BETTER
     if name not in known:
         raise ValueError(
-            f"Nothing is known of the metric {metric!r}: use one of {', '.join(sorted(known))}, or give "
+            f"The metric {metric!r} is unknown: use one of {', '.join(sorted(known))}, or give "
             "--greater_is_better, too."
         )
     return name in _MORE_IS_BETTER

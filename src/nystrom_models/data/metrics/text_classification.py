@@ -21,7 +21,7 @@ Returns:
     cola: matthews_correlation; mrpc, qqp: accuracy and f1 of class 1; stsb: pearson and spearmanr; sst2, mnli, qnli,
     rte, wnli: accuracy; classification: accuracy and macro_f1; multi_label: micro_f1, macro_f1 and exact_match, the
     share of rows with all labels right; regression: mse, pearson and spearmanr. A correlation with a constant is NaN.
-    Where GLUE has two metrics, combined_score is their mean, which GLUE's average counts.
+    Where GLUE has two metrics, combined_score is their mean, which is used in GLUE's average.
 """
 
 _CITATION = """\
@@ -77,7 +77,7 @@ class TextClassification(evaluate.Metric):
             citation=_CITATION,
             inputs_description=_KWARGS_DESCRIPTION,
             features=datasets.Features({"predictions": value, "references": value}),
-            format=None if several else "numpy",  # `evaluate` knows no lists in NumPy's
+            format=None if several else "numpy",  # with NumPy, `evaluate` supports no lists
         )
 
     def _compute(self, predictions, references):

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal linear attention: `dispatch.py` decides, `attention.py` is the operator, `causal.py` its kernels."""
+"""Causal linear attention: `dispatch.py` decides whether kernels apply, `attention.py` is the operator, `causal.py`
+holds its kernels.
+"""

@@ -77,6 +77,6 @@ _operator.register_autograd(_gradients, setup_context=_save)
 
 
 def causal_linear_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The context and the last state of `forward`, with its arguments, differentiable once."""
+    """The context and the last state of `forward`, which has the same arguments; differentiable once."""
     context, final, _ = _operator(*inputs)
     return context, final

@@ -4,20 +4,21 @@
     out_i = φ(q_i) S_i / (φ(q_i) z_i + ε),  [S_i, z_i] = Σ_(j<=i) φ(k_j) [v_jᵀ, 1]
 
 (eq. 9 to 12 of arXiv:2006.16236.) Here q and k are φ(q) and φ(k). The tokens are split into parts of a fixed size. A
-first launch sums each part; from the sums before it, a second one goes through each part chunk by chunk, with the
-scores of a chunk's own tokens. Parts do not depend on the length, so that not even a rounding of a token's result
-depends on what comes later.
+first launch sums over each part. A second launch starts each part from the sum of the parts before it and goes through
+the part chunk by chunk; within a chunk it computes the scores of the tokens. The parts do not depend on the length, so
+that later tokens change a token's result by nothing, not even by rounding.
 
 Backward, with r_i = 1 / (q_i z_i + ε), g_i = r_i do_i and e_i = -g_i · out_i:
 
     dq_i = Σ_(j<=i) (g_i · v_j + e_i) k_j,  dk_j = Σ_(i>=j) (g_i · v_j + e_i) q_i,  dv_j = Σ_(i>=j) (q_i · k_j) g_i
 
-where the first sum takes the states S, and the others the states R_j = Σ_(i>=j) q_iᵀ [g_i, e_i], from the last part to
-the first. What all values have in common cancels in g_i · v_j + e_i: so e is made of the rounded g and the unrounded
-out, which is computed again, and no state is rounded where it is multiplied: half precision takes it as a sum of two.
+The first sum uses the states S; the other two use the states R_j = Σ_(i>=j) q_iᵀ [g_i, e_i], from the last part to the
+first. A component that all values share cancels in g_i · v_j + e_i. To keep this exact, e is computed from the rounded
+g and the unrounded out, which is recomputed, and a state is not rounded when it is multiplied: in half precision it is
+split into a sum of two operands.
 
-In units of a tensor (B, N, H, D) with F = D features, the forward pass moves six: keys and values are read twice; four
-could not be avoided. The backward pass moves 13 of seven.
+Memory traffic in tensors of size (B, N, H, D), with F = D features: the forward pass reads or writes six, because keys
+and values are read twice; at least four are needed. The backward pass reads or writes 13; at least seven are needed.
 
 Legend: B batch, H heads, N tokens, F features, D head size, P parts.
 """
@@ -32,13 +33,15 @@ from torch import Tensor
 from ..common import dot, kernel, load_tile, on_device, store_tile, tile
 
 EPSILON = tl.constexpr(1e-6)
-# Tokens of a part. The results depend on it: another number rounds otherwise.
+# Number of tokens of a part. The rounding of the results depends on it.
 PART_TOKENS = 512
 
 
 @triton.jit
 def _rounded(a, dtype: tl.constexpr):
-    """As products of `dtype` take it: float32, of float16, to the nearest TF32, which has as many bits as float16."""
+    """`a` rounded as an operand of products in `dtype`. For float32, used with float16 inputs: to the nearest TF32,
+    which has as many mantissa bits as float16.
+    """
     if dtype == tl.float32:
         bits = (a.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         return bits.to(tl.float32, bitcast=True)
@@ -48,9 +51,9 @@ def _rounded(a, dtype: tl.constexpr):
 
 @triton.jit
 def _times(a, b, acc, HALF: tl.constexpr, G: tl.constexpr):
-    """a b + acc, where one is of half precision and the other rounded to G; or both are float32.
+    """a b + acc, where one operand is in half precision and the other is rounded to G, or both are float32.
 
-    Float32 is multiplied without tensor cores: for those the registers would hold each operand twice.
+    Float32 is multiplied without tensor cores, which would need each operand in registers twice.
     """
     if HALF:
         return dot(a.to(G), b.to(G), acc, "tf32")
@@ -60,7 +63,7 @@ def _times(a, b, acc, HALF: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _times_state(a, state, acc, HALF: tl.constexpr, G: tl.constexpr):
-    """a state + acc, with a as in `_times`; the state, in float32, is taken as a sum of two that products take."""
+    """a state + acc, with `a` as in `_times`; in half precision, the float32 state is split into two operands."""
     if HALF:
         large = _rounded(state, G)
         acc = _times(a, state - large.to(tl.float32), acc, HALF, G)
@@ -79,7 +82,7 @@ def _valid(mask, row, tokens, stop, N, MASKED: tl.constexpr):
 
 @triton.jit
 def _load_state(states, D: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(BLOCK_F, BLOCK_D) and the last column (BLOCK_F) of a state (F, D + 1)."""
+    """A state (F, D + 1) as its first D columns (BLOCK_F, BLOCK_D) and its last column (BLOCK_F)."""
     features = tl.arange(0, BLOCK_F)
     state = load_tile(states, features, D + 1, features < F, D, BLOCK_D)
     return state, tl.load(states + features * (D + 1) + D, mask=features < F, other=0.0)
@@ -98,7 +101,7 @@ def _gradients(
     HALF: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """g (len(tokens), BLOCK_D), rounded as products take it, and e (len(tokens))."""
+    """g (len(tokens), BLOCK_D), rounded as an operand of products, and e (len(tokens))."""
     inside = tokens < stop
     g = load_tile(do, tokens, stride, inside, D, BLOCK_D).to(tl.float32)
     g *= tl.load(reciprocal + tokens, mask=inside, other=0.0)[:, None]
@@ -114,7 +117,7 @@ def _part_sums_kernel(
     F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of each part Σ left_iᵀ [right_i, 1], or backward Σ left_iᵀ [g_i, e_i], g of right = do: (F, D + 1)."""
+    """The sum of each part, (F, D + 1): Σ left_iᵀ [right_i, 1]; if BACKWARD, Σ left_iᵀ [g_i, e_i] with right = do."""
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     head = row * N * H + program % H
@@ -146,7 +149,7 @@ def _part_sums_kernel(
 
 @triton.jit
 def _attend(q, k, v, state, last, HALF: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A chunk's outputs, float32, and the reciprocals of their normalisers."""
+    """The outputs of a chunk, float32, and the reciprocals of their normalisers."""
     index = tl.arange(0, BLOCK_N)
     scores = tl.where(index[:, None] >= index[None, :], dot(q, tl.trans(k), None, "ieee"), 0.0)
     out = _times_state(q, state, dot(scores.to(v.dtype), v, None, "ieee"), HALF, G)
@@ -186,7 +189,7 @@ def _causal_bwd_dq_kernel(
     MASKED: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq, and r and e of each token for what follows."""
+    """dq, and r and e of each token for the next launches."""
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     head = row * N * H + program % H
@@ -226,7 +229,7 @@ def _causal_bwd_dkv_kernel(
     MASKED: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """states: R of the tokens after each part, the last part's first."""
+    """states: the state R of the tokens after each part, in order from the last part to the first."""
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     head = row * N * H + program % H
@@ -247,7 +250,7 @@ def _causal_bwd_dkv_kernel(
         g, e = _gradients(
             do + head * D, reciprocal + program * N, column + program * N, tokens, stop, H * D, D, BLOCK_D, HALF, G
         )
-        # Rows are keys here, and columns the queries that are not before them.
+        # Rows are keys; columns are queries, masked where they come before the key.
         after = index[:, None] <= index[None, :]
         scores = tl.where(after, dot(k_block, tl.trans(q_block), None, "ieee"), 0.0)
         if HALF:
@@ -269,7 +272,7 @@ def _causal_bwd_dkv_kernel(
 def _sizes(q: Tensor, v: Tensor) -> dict[str, Any]:
     features, dim = q.shape[-1], v.shape[-1]
     large = tile(features) * tile(dim) > 64 * 64
-    # In bfloat16 all operands are; those of float16's gradients are float32, as those of float32.
+    # With bfloat16 inputs all operands are bfloat16. With float16 inputs those of the gradients are float32.
     wide = large or v.dtype != torch.bfloat16
     return {
         "HALF": v.dtype != torch.float32,
@@ -294,7 +297,7 @@ def _mask(mask: Tensor | None) -> dict[str, Any]:
 
 
 def _add_up(first: Tensor | None, sums: Tensor) -> Tensor:
-    """(B, H, P + 1, F, D + 1) of sums (B, H, P, F, D + 1): `first`, and with each of the sums added, one after one."""
+    """The running sums (B, H, P + 1, F, D + 1) of `sums` (B, H, P, F, D + 1), which start from `first`."""
     first = torch.zeros_like(sums[:, :, 0]) if first is None else first.to(torch.float32)
     return torch.cat([first[:, :, None], sums], dim=2).cumsum(dim=2)
 
@@ -306,7 +309,7 @@ def causal_forward(
 
     Args:
         q, k: φ(q), φ(k), (B, N, H, F). v: (B, N, H, D), of the same dtype, all contiguous.
-        mask: (B, N) bool. state: (B, H, F, D + 1), of the tokens before; None: zeros.
+        mask: (B, N) bool. state: (B, H, F, D + 1), after the previous tokens; None: zeros.
     """
     batch, length, heads, features = q.shape
     grid = (triton.cdiv(length, PART_TOKENS), batch * heads)
@@ -342,7 +345,7 @@ def causal_backward(
     with on_device(q):
         sizes, masked = _sizes(q, v), _mask(mask)
         _causal_bwd_dq_kernel[grid](q, k, v, do, states, dq, reciprocal, column, **masked, **sizes)
-        # Queries count, whether their tokens are valid or not: their outputs have gradients.
+        # Not masked: the outputs of invalid queries have gradients, too.
         _part_sums_kernel[grid](q, do, reciprocal, column, sums, BACKWARD=True, **_mask(None), **sizes)
         after = _add_up(dfinal, sums.flip(2))
         _causal_bwd_dkv_kernel[grid](q, k, v, do, after, reciprocal, column, dk, dv, **masked, **sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal linear attention by the kernels, where they take it. Triton is imported by the first call that needs it.
+"""Causal linear attention by the kernels, where they apply. Triton is imported by the first call that needs it.
 
 Legend: B batch, H heads, N tokens, F features, D head size.
 """
@@ -19,8 +19,8 @@ logger = logging.get_logger(__name__)
 
 MAX_FEATURES = 128
 MAX_HEAD_SIZE = 128
-# Of features and channels, each rounded up to a power of two: what fits into 99 KiB of shared memory, in half
-# precision; in float32 it is half as much.
+# The largest product of features and channels, each rounded up to a power of two, that fits into 99 KiB of shared
+# memory in half precision; in float32 it is half as much.
 MAX_FEATURES_TIMES_HEAD_SIZE = 8192
 
 
@@ -62,15 +62,15 @@ class CausalInputs:
 
     def _why_not_of_this_shape(self) -> str | None:
         if self.query.shape[2] <= 1:
-            return "one token is a step of the recurrence, for which PyTorch's operations do"
+            return "one token is a step of the recurrence, which PyTorch's operations compute"
         features, dim = self.query.shape[-1], self.value.shape[-1]
-        advice = "raise num_attention_heads, hidden_size staying the same"
+        advice = "raise num_attention_heads with the same hidden_size"
         for name, size, most in (("features", features, MAX_FEATURES), ("channels", dim, MAX_HEAD_SIZE)):
             if size > most:
-                return f"{size} {name} of a head are more than the {most} that fit: {advice}"
+                return f"{size} {name} of a head do not fit, the most is {most}: {advice}"
         fitting = MAX_FEATURES_TIMES_HEAD_SIZE // (2 if self.dtype == torch.float32 else 1)
         if _power_of_two(features) * _power_of_two(dim) > fitting:
-            return f"{features} features do not fit with {dim} channels of a head in {self.dtype}: {advice}"
+            return f"{features} features and {dim} channels of a head do not fit in {self.dtype}: {advice}"
         if self.state is not None and self.state.dtype != torch.float32:
             return f"they take a state in float32, not {self.state.dtype}"
         return None
@@ -85,10 +85,10 @@ def why_not(*arguments: Any, **options: Any) -> str | None:
 
 
 def causal_linear_attention_if_possible(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor] | None:
-    """`attention_linear.causal_linear_attention` by the kernels, differentiable once; None where they do not apply or
-    differ from PyTorch's operations at their first try.
+    """`attention_linear.causal_linear_attention` by the kernels, differentiable once. None if they do not apply or if
+    they differ from PyTorch's operations at their first try.
 
-    On a GPU the reason is logged once, but not for single tokens. In graphs of torch.compile it is one operator.
+    On a GPU the reason is logged once, except for single tokens. In graphs of torch.compile it is one operator.
     """
     inputs = CausalInputs(*arguments, **options)
     if inputs.query.device.type not in device.DEVICE_TYPES or inputs.query.shape[2] <= 1:
@@ -119,7 +119,7 @@ def _fault(inputs: CausalInputs) -> str | None:
 
 
 def _try(where: torch.device, dtype: torch.dtype, features: int, dim: int, masked: bool, backward: bool) -> str | None:
-    """A small attention of two parts by the kernels that the model then runs, and by PyTorch's operations."""
+    """Compares the kernels that the model then runs with PyTorch's operations, on a small attention of two parts."""
     from .causal import PART_TOKENS
 
     length = PART_TOKENS + 3

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nyström attention from its stages, forward and backward, of tensors of one dtype on one device: differentiable by
-autograd, and for `torch.compile` an operator of PyTorch.
+"""Nyström attention from its stages, forward and backward, for tensors of one dtype on one device: a function for
+autograd, and an operator of PyTorch for `torch.compile`.
 
-Legend as in `rows.py`. In units of a tensor (B, N, H, D), the forward pass moves six: queries and values are read
-twice, for their landmarks must be known first, keys once, and the context is written; four could not be avoided. The
-backward pass moves 13: queries, keys, values twice, the incoming gradient twice, two gradients are written and one
-more is read and added to twice.
+Legend as in `rows.py`. Memory traffic in tensors of size (B, N, H, D): the forward pass reads or writes six (queries
+and values are read twice, because the landmarks are needed first; keys are read once; the context is written); at
+least four are needed. The backward pass reads or writes 13: it reads queries, keys, values and the incoming gradient
+twice, writes two gradients, and writes, reads and writes the third.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def forward(
     pinv_iterations: int,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The context, and what the backward pass needs: q~, k~, B V, the logarithms of its sums, and W = A⁺ B V.
+    """The context, and what the backward pass needs: q~, k~, B V, the logarithms of the sums of B, and W = A⁺ B V.
 
     Args:
         query, key, value: (B, H, N, D), float16, bfloat16 or float32, N > M.
@@ -105,7 +105,7 @@ def _gradients(ctx: Any, run_backward: Any, context_grad: Tensor) -> tuple[Any, 
 
 
 class Attention(torch.autograd.Function):
-    """The context of `forward`, with its arguments, differentiable once."""
+    """The context of `forward`, which has the same arguments; differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -119,7 +119,7 @@ class Attention(torch.autograd.Function):
         return *_gradients(ctx, backward, context_grad), None, None, None, None, None
 
 
-# The same for graphs: torch.compile takes operators as they are.
+# The same for graphs: torch.compile does not trace into operators.
 _operator = torch.library.custom_op("nystrom_models::nystrom_attention", forward, mutates_args=())
 _backward_operator = torch.library.custom_op("nystrom_models::nystrom_attention_backward", backward, mutates_args=())
 
@@ -149,5 +149,5 @@ _operator.register_autograd(_operator_gradients, setup_context=_save)
 
 
 def attention_in_graph(*inputs: Any) -> Tensor:
-    """The context of `forward`, with its arguments, as an operator in a graph, differentiable once."""
+    """The context of `forward`, which has the same arguments, as an operator in a graph; differentiable once."""
     return _operator(*inputs)[0]

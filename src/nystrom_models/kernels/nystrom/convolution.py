@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The depthwise convolution of V along the tokens, and its gradients.
 
-In half precision it is a product of matrices: a block of tokens takes its window of V, two or three blocks long, by a
-banded matrix of the taps. In the backward pass V takes the window of the incoming gradient in the same way, with the
-taps reversed, and the taps' gradients are the sums along the diagonals of Σ V · windowᵀ. In float32, whose products
-would take all registers, it is a sum over the taps. Legend as in `rows.py`; P parts, T taps.
+In half precision it is a matrix product: for a block of tokens, a banded matrix of the taps times the block's window
+of V, which is two or three blocks long. The gradient of V is the same product with the taps reversed and the window of
+the incoming gradient; the gradients of the taps are the sums along the diagonals of Σ V · windowᵀ. In float32, where
+matrix products would need all registers, it is a sum over the taps. Legend as in `rows.py`; P parts, T taps.
 """
 
 import torch
@@ -27,15 +27,16 @@ from .rows import (
 
 @triton.constexpr_function
 def window_blocks(taps, block):
-    """Blocks of a block's window of tokens: two, or three of 32 tokens with more than 33 taps."""
+    """The number of blocks that the window of a block spans: two, or three if there are more than `block` + 1 taps."""
     return 2 if taps <= block + 1 else 3
 
 
 @triton.jit
 def band_of_taps(taps, start, TAPS: tl.constexpr, REVERSED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_N, BLOCK_N): the taps by which the tokens of a block take those of its window, from its place `start` on.
+    """(BLOCK_N, BLOCK_N): the banded matrix of the taps between the tokens of a block and BLOCK_N tokens of its
+    window, from position `start` of the window on.
 
-    The window begins T // 2 tokens before the block. REVERSED: as the gradient of the convolved states takes them.
+    The window begins T // 2 tokens before the block. REVERSED: with the taps reversed, for the gradient.
     """
     place = tl.arange(0, BLOCK_N)
     tap = start + place[None, :] - place[:, None]
@@ -47,7 +48,7 @@ def band_of_taps(taps, start, TAPS: tl.constexpr, REVERSED: tl.constexpr, BLOCK_
 
 @triton.jit
 def load_window(states, window, mask, row, N, H, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(len(window), BLOCK_D) of states (N, D) at these tokens, zero where there is none or none that is valid."""
+    """The rows of states (N, D) at these tokens, (len(window), BLOCK_D), zero where there is no valid token."""
     return load_tile(states, window, H * D, valid_tokens(mask, row, window, N, N, MASKED), D, BLOCK_D)
 
 
@@ -56,7 +57,7 @@ def _start(
     dv, row, mask, positions, sizes, exists, N, H, longest, MASKED: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """This program's part of the tokens. dv becomes zero at the padding around."""
+    """The first token of this program's part and the one after its last. Writes zeros to dv at the padding."""
     first, last, size = find_segments(
         positions, sizes, exists, row, tl.arange(0, BLOCK_M), N, longest, M, MASKED
     )  # fmt: skip
@@ -208,6 +209,6 @@ def convolution_backward(
         return dv, None
     products = products.sum(dim=(0, 2))
     if not by_taps:
-        # The token at i of a block saw the gradient at j of its window by tap T - 1 - (j - i): a diagonal for each.
+        # Tap T - 1 - (j - i) connects token i of a block with token j of its window: one diagonal for each tap.
         products = products.as_strided((heads, block, taps), (block * width, width + 1, 1)).sum(dim=1)
     return dv, products.flip(-1)[:, None, :, None].to(conv_weight.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nyström attention by the kernels, where they take it. Triton is imported by the first call that needs it."""
+"""Nyström attention by the kernels, where they apply. Triton is imported by the first call that needs it."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def nystrom_attention(*arguments: Any, **options: Any) -> Tensor:
 
 
 def nystrom_attention_if_possible(*arguments: Any, **options: Any) -> Tensor | None:
-    """The same; None if the kernels do not apply, or differed from PyTorch's operations at their first try.
+    """`nystrom_attention`; None if the kernels do not apply, or differed from PyTorch's operations at their first try.
 
     On a GPU the reason is logged once. In graphs of torch.compile the attention is one operator.
     """

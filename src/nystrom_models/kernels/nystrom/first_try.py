@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first try: a small attention by the kernels and by PyTorch's operations."""
+"""The first try: a small attention, computed by the kernels and by PyTorch's operations and compared."""
 
 import functools
 from collections.abc import Callable
@@ -48,10 +48,10 @@ class Variant(NamedTuple):
 
 
 def fault(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> str | None:
-    """What is wrong with the kernels that `attend` would run for these inputs; None if they compute what PyTorch does.
+    """What is wrong with the kernels that `attend` would run for these inputs; None if they agree with PyTorch.
 
-    A small attention, with its gradients if they are wanted, is computed by both the first time. Its kernels are those
-    that the model then runs: they are compiled here.
+    The first time, both compute a small attention, with its gradients if they are needed. This compiles the kernels
+    that the model then runs.
     """
     device, *facts = Variant.of(inputs)
     return find_fault(_try, device, attend, *facts)

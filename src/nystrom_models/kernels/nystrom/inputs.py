@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Nyström attention is given, and why the kernels would not take it. Nothing here imports Triton.
+"""The inputs of Nyström attention, and why the kernels would not accept them. Nothing here imports Triton.
 
 Legend: B batch, H heads, N tokens, M landmarks, D head size. A mask is (B, N), bool, True at valid tokens.
 """
@@ -16,10 +16,10 @@ MAX_LANDMARKS = 128
 # On compute capability 10.0, products with more landmarks would need more tensor memory than exists.
 MAX_LANDMARKS_IN_TENSOR_MEMORY = 64
 MAX_HEAD_SIZE = 128
-# A window of the convolution is two blocks of 64 tokens.
+# With more taps, a window of the convolution would not fit into two blocks of 64 tokens.
 MAX_TAPS = 65
-# Of the landmarks and channels, each rounded up to a power of two: what fits into 99 KiB of shared memory, in half
-# precision; in float32 it is half as much.
+# The largest product of landmarks and channels, each rounded up to a power of two, that fits into 99 KiB of shared
+# memory in half precision; in float32 it is half as much.
 MAX_LANDMARKS_TIMES_HEAD_SIZE = 8192
 
 
@@ -29,7 +29,7 @@ def _power_of_two(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """The arguments of `attention_nystrom.nystrom_attention`, and instead of `skip` the convolution's weight.
+    """The arguments of `attention_nystrom.nystrom_attention`, with the convolution's weight instead of `skip`.
 
     conv_weight: (H, 1, T, 1), T odd; None for no convolution.
     """
@@ -81,13 +81,13 @@ class AttentionInputs:
         tensor_memory = compute_capability(self.query.device) // 10 == 10
         limit = MAX_LANDMARKS_IN_TENSOR_MEMORY if tensor_memory else MAX_LANDMARKS
         if self.num_landmarks > limit:
-            return f"num_landmarks={self.num_landmarks} is more than the {limit} that fit: choose at most that"
+            return f"num_landmarks={self.num_landmarks} does not fit: choose at most {limit}"
         if self.taps > MAX_TAPS:
-            return f"conv_kernel_size={self.taps} is more than the {MAX_TAPS} that fit: choose at most that"
+            return f"conv_kernel_size={self.taps} does not fit: choose at most {MAX_TAPS}"
         if dim > MAX_HEAD_SIZE:
             return (
-                f"a head size of {dim} is more than the {MAX_HEAD_SIZE} that fit: raise num_attention_heads, "
-                "hidden_size staying the same"
+                f"a head size of {dim} does not fit, the most is {MAX_HEAD_SIZE}: raise num_attention_heads with the "
+                "same hidden_size"
             )
         reason = why_not_of_tensors(self.tensors, self.mask)
         if reason is not None:
@@ -95,7 +95,7 @@ class AttentionInputs:
         fitting = MAX_LANDMARKS_TIMES_HEAD_SIZE // (2 if self.dtype == torch.float32 else 1)
         if _power_of_two(self.num_landmarks) * _power_of_two(dim) > fitting:
             most = f"choose at most {fitting // _power_of_two(dim)}" + " or bfloat16" * (self.dtype == torch.float32)
-            return f"num_landmarks={self.num_landmarks} do not fit with a head size of {dim} in {self.dtype}: {most}"
+            return f"num_landmarks={self.num_landmarks} and a head size of {dim} do not fit in {self.dtype}: {most}"
         if not 0 <= self.dropout_p < 1:
-            return f"they drop weights with a probability of at least 0 and below 1, and dropout_p is {self.dropout_p}"
+            return f"they take a dropout_p of at least 0 and below 1, not {self.dropout_p}"
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the landmarks see, softmax(q~ kᵀ / √D) v over the valid keys, M queries over N keys; and the keys' landmarks.
+"""The attention of the landmarks, softmax(q~ kᵀ / √D) v with M queries over N valid keys, and the keys' landmarks.
 
-The keys are read once for both. They are split into parts, so that few heads fill a device; a second launch merges the
-parts, where there are several, by the logarithms of their sums. A part is a stretch between the first and the last
-valid token of its row: padding around is never read. Legend as in `rows.py`; P parts.
+The keys are read once for both. They are split into parts, so that a few heads are enough to occupy a device; if there
+are several parts, a second launch merges them by the logarithms of their sums. Parts lie between the first and the
+last valid token of a row: padding before and after is never read. Legend as in `rows.py`; P parts.
 """
 
 import torch
@@ -23,9 +23,9 @@ from .rows import (
     valid_tokens,
 )
 
-# The logarithm of a sum over no token: finite, so that differences are numbers.
+# The logarithm of a sum over no token: finite, so that differences are not NaN.
 EMPTY = tl.constexpr(-1e30)
-# Landmarks that a program of the merge takes.
+# Number of landmarks that a program of the merge processes.
 _MERGED = 16
 
 
@@ -34,7 +34,7 @@ def _scores(q, k, tokens, valid, first, is_exact, scale, MASKED: tl.constexpr, F
     """Base-two logarithms of the unnormalised attention weights (BLOCK_M, BLOCK_N)."""
     scores = dot(q, tl.trans(k), None, FLOAT32) * (scale * LOG2_E)
     if MASKED:
-        # A landmark that is a token takes that token's value as it is. What does not exist takes any.
+        # A landmark that is a single token gets the value of that token. Rows of absent landmarks are arbitrary.
         own_scores = tl.where(first[:, None] == tokens[None, :], 0.0, -float("inf"))
         scores = tl.where(is_exact, own_scores, scores)
     return tl.where(valid[None, :], scores, -float("inf"))
@@ -44,7 +44,7 @@ def _scores(q, k, tokens, valid, first, is_exact, scale, MASKED: tl.constexpr, F
 def _members(first, stop, tokens, valid, dtype: tl.constexpr):
     """(BLOCK_M, BLOCK_N), 1 where a token belongs to a landmark's segment."""
     inside = (tokens[None, :] >= first[:, None]) & (tokens[None, :] < stop[:, None]) & valid[None, :]
-    # By way of float32, for the interpreter makes no bfloat16 of truth values.
+    # Through float32, because the interpreter cannot convert bool to bfloat16.
     return inside.to(tl.float32).to(dtype)
 
 
@@ -76,7 +76,7 @@ def _landmark_attention_fwd_kernel(
         sums = dot(_members(first, last, tokens, valid, k.dtype.element_ty), k_block, sums)
         scores = _scores(q, k_block, tokens, valid, first, is_exact, scale, MASKED, "tf32x3")
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        # Finite before the first valid key.
+        # Finite also before the first valid key.
         reference = tl.maximum(new_largest, EMPTY)
         weights = tl.exp2(scores - reference[:, None])
         keep = tl.exp2(largest - reference)
@@ -97,7 +97,7 @@ def _merge_kernel(
     partial_out, partial_k_landmarks, partial_lse, out, k_landmarks, lse, parts,
     M: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of some landmarks of a head: the parts' means by the weights of their sums, and the sum of the keys' shares."""
+    """For some landmarks of a head: the mean of the parts, weighted by their sums, and the sum of the keys' parts."""
     program = tl.program_id(0).to(tl.int64)
     landmarks = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = landmarks < M
@@ -126,9 +126,9 @@ def _landmark_attention_bwd_kernel(
     MASKED: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """ADD: dv holds what values got from elsewhere, and zeros where a row has padding around.
+    """ADD: dv already holds another gradient of the values, with zeros at the padding before and after a row.
 
-    Float32 is multiplied without tensor cores: for those the shared memory would hold all landmarks twice.
+    Float32 is multiplied without tensor cores, which would need all landmarks in shared memory twice.
     """
     program = tl.program_id(1).to(tl.int64)
     row = program // H
@@ -140,8 +140,8 @@ def _landmark_attention_bwd_kernel(
     landmarks = tl.arange(0, BLOCK_M)
     inside = landmarks < M
     q = load_tile(q_landmarks + program * M * D, landmarks, D, inside, D, BLOCK_D)
-    # Rounded before delta is summed: the weights times (do v - delta) then sum to zero over the tokens, whatever the
-    # keys have in common.
+    # Rounded before delta is summed, so that the weights times (do v - delta) sum to zero over the tokens: a component
+    # that all keys share then cancels.
     g = load_tile(do + program * M * D, landmarks, D, inside, D, BLOCK_D).to(q.dtype)
     seen = load_tile(out + program * M * D, landmarks, D, inside, D, BLOCK_D)
     delta = tl.sum(g.to(tl.float32) * seen, axis=1)
@@ -172,7 +172,7 @@ def _landmark_attention_bwd_kernel(
             ds = tl.where(is_exact, 0.0, ds)
         ds = ds.to(q.dtype)
         dq = dot(ds, k_block, dq, "ieee")
-        # Of invalid tokens in between: zeros, as their weights are.
+        # Zero at invalid tokens between valid ones, because their weights are zero.
         dk_block = dot(tl.trans(ds), q, None, "ieee")
         dk_block = dot(tl.trans(_members(first, last, tokens, valid, q.dtype)), shares, dk_block, "ieee")
         store_tile(dk, tokens, H * D, tokens < stop, dk_block, D, BLOCK_D)
@@ -185,7 +185,7 @@ def _landmark_attention_bwd_kernel(
 def landmark_attention_forward(
     q_landmarks: Tensor, k: Tensor, v: Tensor, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q~ kᵀ / √D) v over the valid keys, of which no M×N matrix is stored; and the segment means of the keys.
+    """softmax(q~ kᵀ / √D) v over the valid keys, without storing an M×N matrix, and the segment means of the keys.
 
     Args:
         q_landmarks: (B, H, M, D), contiguous. k, v: (B, N, H, D), of the same dtype, contiguous.
@@ -233,7 +233,7 @@ def landmark_attention_backward(
     Args:
         q_landmarks, k, v: as in `landmark_attention_forward`. out, lse: its results.
         do, dk_landmarks: gradients of the context and the keys' landmarks, (B, H, M, D) float32, contiguous.
-        dv: (B, N, H, D), contiguous: what values got from elsewhere, which is added to and returned.
+        dv: (B, N, H, D), contiguous: another gradient of the values, to which this one is added in place.
     """
     batch, length, heads, dim = k.shape
     count = q_landmarks.shape[2]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Landmarks of the queries, the means of their segments (eq. 16 of arXiv:2102.03902), and their gradient.
 
-A program is one segment of a row and some channels of all heads. The keys' landmarks are summed where the keys are
-read anyway, in `landmark_attention.py`. Legend as in `rows.py`; P parts, C = H·D channels.
+A program computes one segment of a row for some channels of all heads. The keys' landmarks are summed in
+`landmark_attention.py`, which reads the keys anyway. Legend as in `rows.py`; P parts, C = H·D channels.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common import kernel, on_device
 from .rows import Rows, find_segments, row_arguments, valid_tokens
 
-# Tokens and channels that a program reads at once, for any length: a segment is short, or is read in many blocks.
+# Numbers of tokens and channels that a program reads at once, for any length: a longer segment is read in blocks.
 _BLOCKS = {"BLOCK_S": 32, "BLOCK_C": 128, "num_warps": 4}
 
 
@@ -87,10 +87,11 @@ def landmarks_forward(q: Tensor, num_landmarks: int, rows: Rows | None = None) -
 
 
 def landmarks_backward(dq: Tensor, dq_landmarks: Tensor, partial: Tensor, rows: Rows | None = None) -> None:
-    """Adds the gradient of the landmarks to that of the queries, dq, (B, N, H, D).
+    """Adds the gradient of the landmarks to the gradient of the queries, dq (B, N, H, D), in place.
 
     Args:
-        dq_landmarks: (B, H, M, D), partial: (B, H, P, M, D), float32, contiguous: their sum is that gradient.
+        dq_landmarks, partial: (B, H, M, D) and (B, H, P, M, D), float32, contiguous. The gradient of the landmarks is
+            the sum of dq_landmarks and of the P parts.
     """
     batch, length, heads, dim = dq.shape
     parts, count = partial.shape[2:4]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the stages that go through the tokens are launched.
 
-The numbers come from what compilers report, registers and shared memory for capability 8.0 to 12.0, not yet from a
-clock; `python -m benchmarks kernels --sweep` measures others on a GPU. A static table, not `triton.autotune`: into how
-many parts a sum is split must not depend on a measurement, or results would not repeat.
+The numbers come from the registers and the shared memory that compilers report for capability 8.0 to 12.0, not yet
+from timings; `python -m benchmarks kernels --sweep` measures others on a GPU. It is a static table and not
+`triton.autotune`, because the number of parts of a sum must not depend on a measurement: results would not be
+reproducible.
 """
 
 import torch
@@ -11,8 +12,8 @@ import triton
 
 from ..common import Launch, count_parts, programs_at_once, tile
 
-# By stage: in half precision; the same where landmarks times head size is more than 64 · 64, or of the
-# convolution the head size more than 64; in float32.
+# For each stage: in half precision; in half precision if landmarks times head size is more than 64 · 64 (for the
+# convolution, if the head size is more than 64); in float32.
 LAUNCHES = {
     "landmark_attention_fwd": (Launch(32, 4, 3, 2), Launch(32, 8, 2, 1), Launch(16, 8, 1, 1)),
     "landmark_attention_bwd": (Launch(32, 4, 3, 2), Launch(16, 8, 2, 1), Launch(16, 8, 1, 1)),
@@ -30,9 +31,9 @@ def launch_place(stage: str, dtype: torch.dtype, num_landmarks: int, dim: int) -
 
 
 def plan_launch(stage: str, states: torch.Tensor, num_landmarks: int, taps: int = 0) -> tuple[int, dict[str, int]]:
-    """Into how many parts the tokens of states (B, N, H, D) are split, and the kernel's sizes.
+    """The number of parts into which the tokens of states (B, N, H, D) are split, and the sizes of the kernel.
 
-    taps: of a convolution in half precision, whose window of a block three blocks hold at most.
+    taps: those of a convolution, or 0. In half precision the window of a block spans at most three blocks.
     """
     batch, length, heads, dim = states.shape
     launch = LAUNCHES[stage][launch_place(stage, states.dtype, num_landmarks, dim)]

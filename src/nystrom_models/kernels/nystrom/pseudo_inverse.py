@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pseudo-inverse of A = softmax(q~ k~ᵀ / √D) (eq. 14 of arXiv:2102.03902), all iterations in one launch, its
-product W = A⁺ (B V) with what the landmarks see, and the gradients of both.
+"""The pseudo-inverse of A = softmax(q~ k~ᵀ / √D) (eq. 14 of arXiv:2102.03902), all iterations in one launch; its
+product W = A⁺ (B V) with the attention of the landmarks, B V; and the gradients of both.
 
-A program takes one head after the other. Its m×m matrices stay on the chip where they fit: up to 64 landmarks, in the
-backward pass in half precision only. Else they lie in a workspace of the program's own, which the caches hold, and
-products read them by strips. The backward pass runs the iterations again, keeps the iterates in the workspace, and
-goes back through them.
+A program processes one head after the other. Its M×M matrices stay on the chip where they fit: up to 64 landmarks, in
+the backward pass only in half precision. Otherwise they are in a workspace of the program, small enough for the
+caches, and products read them in strips. The backward pass runs the iterations again, keeps the iterates in the
+workspace, and goes back through them.
 
-The iterations multiply in three products of TF32, as exact as float32 but for the last bit or two. Their gradient does
-so for float32; for half precision one product of rounded TF32 adds an error of about 1e-3, where rounding q~ and k~ to
-bfloat16 makes one of 3e-3 to 9e-2.
+The iterations multiply in three TF32 products, as exact as float32 except for the last bit or two. Their gradients do
+the same for float32. For half precision they use one product of rounded TF32, which adds an error of about 1e-3;
+rounding q~ and k~ to bfloat16 already adds 3e-3 to 9e-2.
 
 Legend as in `rows.py`; I iterations.
 """
@@ -34,24 +34,24 @@ from ..common import (
 )
 from .rows import Rows, row_arguments
 
-# Up to so many landmarks the matrices fit on the chip.
+# The largest number of landmarks whose matrices fit on the chip.
 ON_CHIP_LANDMARKS = 64
 # Matrices in a program's workspace, besides the iterates.
 WORKSPACE = tl.constexpr(8)
-# Programs that a multiprocessor runs at once; more heads than that take turns, and share workspaces.
+# Programs that a multiprocessor runs at once. Further heads reuse these programs and their workspaces.
 _RESIDENT = 2
 
 
 @triton.jit
 def _rounded(a):
-    """float32 to the nearest TF32, which tensor cores would cut off instead."""
+    """float32 rounded to the nearest TF32; tensor cores would truncate it."""
     bits = (a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _dot(a, b, SINGLE: tl.constexpr, acc=None):
-    """a b + acc of float32, in one product of TF32 or in three."""
+    """a b + acc of float32, in one TF32 product or in three."""
     if SINGLE:
         return tl.dot(_rounded(a), _rounded(b), acc, input_precision="tf32")
     else:
@@ -66,7 +66,7 @@ def _places(matrix, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _store(matrix, content, BLOCK_M: tl.constexpr):
-    """Write a matrix to the workspace, when all have read what stood there; then all see it."""
+    """Writes a matrix to the workspace, between two barriers: all threads have read the old one, all see the new."""
     tl.debug_barrier()
     tl.store(_places(matrix, BLOCK_M), content)
     tl.debug_barrier()
@@ -74,7 +74,9 @@ def _store(matrix, content, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _hold(place, content, STRIP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A matrix that products take: itself on the chip, where STRIP is 0; else its place, where it is now written."""
+    """A matrix in the form that products take: itself if STRIP is 0 (on the chip), else its place in the workspace, to
+    which it is written here.
+    """
     if STRIP == 0:
         return content
     else:
@@ -84,7 +86,7 @@ def _hold(place, content, STRIP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _recall(place, STRIP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A matrix that products take, written to the workspace before."""
+    """A matrix that was written to the workspace before, in the form that products take."""
     if STRIP == 0:
         return tl.load(_places(place, BLOCK_M))
     else:
@@ -93,7 +95,7 @@ def _recall(place, STRIP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _content(held, STRIP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The elements of a matrix that is held."""
+    """The elements of a matrix in the form that products take."""
     if STRIP == 0:
         return held
     else:
@@ -105,7 +107,7 @@ def _product(
     a, b, acc, A_T: tl.constexpr, B_T: tl.constexpr,
     SINGLE: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """a b + acc of two matrices that are held, or of their transposes."""
+    """a b + acc of two matrices as returned by `_hold`, or of their transposes."""
     if STRIP == 0:
         if A_T:
             a = tl.trans(a)
@@ -133,7 +135,7 @@ def _times_states(
     a, states, A_T: tl.constexpr, SINGLE: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The product of a matrix that is held, or its transpose, with states (M, D)."""
+    """The product of a matrix as returned by `_hold`, or of its transpose, with states (M, D)."""
     index = tl.arange(0, BLOCK_M)
     if STRIP == 0:
         if A_T:
@@ -175,7 +177,7 @@ def _softmax_of_landmarks(
     k = load_tile(k_landmarks, index, D, index < M, D, BLOCK_D).to(q.dtype)
     scores = dot(q, tl.trans(k)) * (scale * LOG2_E)
     scores = tl.where((index < count)[None, :], scores, -float("inf"))
-    # Finite where no landmark exists.
+    # Finite also where no landmark exists.
     weights = tl.exp2(scores - tl.maximum(tl.max(scores, axis=1), -1e30)[:, None])
     weights = weights / tl.maximum(tl.sum(weights, axis=1), 1e-30)[:, None]
     return tl.where((index < count)[:, None], weights, 0.0)
@@ -183,8 +185,8 @@ def _softmax_of_landmarks(
 
 @triton.jit
 def _norms(a):
-    """The sums of the columns (1, M), the largest of them and the largest of a row (1, 1), positive for zeros too."""
-    # Two dimensions throughout: Triton 3.7 fails to reduce one to none for capability 10.0.
+    """The column sums (1, M), the largest column sum and the largest row sum (1, 1), both positive even for zeros."""
+    # All in two dimensions: Triton 3.7 fails to reduce a vector to a scalar for capability 10.0.
     columns = tl.sum(a, axis=0, keep_dims=True)
     largest_column = tl.maximum(tl.max(columns, axis=1, keep_dims=True), 1e-15)
     rows = tl.sum(a, axis=1, keep_dims=True)
@@ -195,7 +197,7 @@ def _norms(a):
 def _iterate(
     a, workspace, iterates, steps, KEEP: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Z after so many steps from Aᵀ / (‖A‖₁ ‖A‖∞). KEEP: with all before, in `iterates`.
+    """Z after `steps` steps from Aᵀ / (‖A‖₁ ‖A‖∞). KEEP: stores all Z before it in `iterates`.
 
     Z' = Z/4 (13 I - P (15 I - P (7 I - P))), P = A Z.
     """
@@ -228,7 +230,7 @@ def _iterate(
 
 @triton.jit
 def _selection(z, is_exact, count, MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A⁺ where every token is its own landmark: A⁺ B then selects the tokens, and B does so by itself."""
+    """A⁺; the identity where every token is its own landmark, because B alone then selects the tokens."""
     if MASKED:
         index = tl.arange(0, BLOCK_M)
         selected = (index[:, None] == index[None, :]) & (index < count)[None, :]
@@ -283,7 +285,7 @@ def _pseudo_inverse_bwd_kernel(
     MASKED: tl.constexpr, SINGLE: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dk_out: dk_landmarks, what the keys' landmarks got from elsewhere, and what they get from A."""
+    """dk_out: the gradient of the keys' landmarks from A, plus dk_landmarks, their gradient from the other stages."""
     size: tl.constexpr = BLOCK_M * BLOCK_M
     workspace += tl.program_id(0).to(tl.int64) * WORKSPACE * size
     iterates += tl.program_id(0).to(tl.int64) * iterations * size
@@ -346,7 +348,8 @@ def _pseudo_inverse_bwd_kernel(
             a_held = _recall(a_place, STRIP, BLOCK_M)
             h = tl.load(_places(h_place, BLOCK_M))
             g = _product(a_held, dp_held, h, True, False, SINGLE, STRIP, BLOCK_M)
-        # Z = Aᵀ / (largest column sum · largest row sum). Rows sum to one, whose gradient the softmax takes away.
+        # Z = Aᵀ / (largest column sum · largest row sum). Rows sum to one, so the softmax cancels the gradient of
+        # their sum.
         a = tl.load(_places(a_place, BLOCK_M))
         columns, largest_column, largest_row = _norms(a)
         g = tl.trans(g) / (largest_column * largest_row)
@@ -379,7 +382,7 @@ def _arguments(q_landmarks: Tensor, iterations: int, rows: Rows | None) -> dict[
 def _sizes(q_landmarks: Tensor, on_chip: bool) -> dict[str, int]:
     count, dim = q_landmarks.shape[2:]
     block = tile(count)
-    # Of products whose matrices lie in a workspace: as many columns and rows at a time as registers hold.
+    # For products of matrices in a workspace: as many columns and rows at a time as the registers hold.
     strip = 0 if on_chip else min(block, 2048 // block)
     return {
         "STRIP": strip,
@@ -401,15 +404,15 @@ def _workspaces(q_landmarks: Tensor, programs: int, matrices: int) -> Tensor:
 def pseudo_inverse_forward(
     q_landmarks: Tensor, k_landmarks: Tensor, seen: Tensor, iterations: int = 6, rows: Rows | None = None
 ) -> Tensor:
-    """W = A⁺ seen, with A = softmax(q~ k~ᵀ / √D), A⁺ of each matrix from its own norms, as `iterative_pinv`.
+    """W = A⁺ seen, with A = softmax(q~ k~ᵀ / √D). Each matrix is scaled by its own norms, as in `iterative_pinv`.
 
     Args:
         q_landmarks: (B, H, M, D), M and D at most 128. k_landmarks, seen: the same, float32. All contiguous.
         iterations: number of steps.
         rows: the ragged batch; None where every token is valid.
 
-    Returns: (B, H, M, D), in the dtype of `q_landmarks`. Where every token of a row is its own landmark, it is `seen`:
-    there `landmark_attention` gives the values to be had.
+    Returns: (B, H, M, D), in the dtype of `q_landmarks`. Where every token of a row is its own landmark, it equals
+    `seen`, which `landmark_attention_forward` then sets to the values of the tokens.
     """
     batch, heads, count, dim = q_landmarks.shape
     on_chip = count <= ON_CHIP_LANDMARKS
@@ -433,13 +436,13 @@ def pseudo_inverse_backward(
     iterations: int,
     rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the first three from that of W, all (B, H, M, D) float32, contiguous.
+    """The gradients of q_landmarks, k_landmarks and `seen` from dw, that of W; all (B, H, M, D) float32, contiguous.
 
-    dk_landmarks: what the keys' landmarks got from elsewhere, which the second contains.
+    dk_landmarks: the gradient of the keys' landmarks from the other stages, which the returned one includes.
     """
     count, dim = q_landmarks.shape[2:]
     single = q_landmarks.dtype != torch.float32
-    # The products of all steps together need more tensor memory than capability 10.0 has.
+    # On the chip, the products of all steps together need more tensor memory than capability 10.0 has.
     has_room = capability_compiled_for(q_landmarks.device) // 10 != 10
     on_chip = single and has_room and count <= ON_CHIP_LANDMARKS
     programs = _programs(q_landmarks)

@@ -2,7 +2,7 @@
 """The rows of a ragged batch: segments, valid tokens and padding, and the part of a row that a program computes.
 
 Legend: B batch, H heads, N tokens, M landmarks, S tokens of the longest segment, D head size, m = min(M, L) landmarks
-of a row of L valid tokens. A program is one (row, head) or a part of it; the grid's first axis counts the parts.
+of a row with L valid tokens. A program computes one (row, head) or a part of it; the grid's first axis is the parts.
 """
 
 from typing import Any, NamedTuple
@@ -54,9 +54,11 @@ def row_arguments(rows: Rows | None) -> dict[str, Any]:
 
 @triton.jit
 def find_segments(positions, sizes, exists, row, landmarks, N, longest, M: tl.constexpr, MASKED: tl.constexpr):
-    """The segments of one or many of a row's landmarks: the first token, the one after the last, and how many.
+    """The segments of one or several landmarks of a row: the first token, the one after the last, and the number of
+    tokens.
 
-    The valid tokens between the first and the last belong to the segment. All are 0 if there is no such segment.
+    The valid tokens between the first and the last belong to the segment. All three are 0 if the segment does not
+    exist.
     """
     if MASKED:
         place = row * M + landmarks
@@ -75,7 +77,7 @@ def find_segments(positions, sizes, exists, row, landmarks, N, longest, M: tl.co
 
 @triton.jit
 def describe_row(first, stop, size, N, M: tl.constexpr, MASKED: tl.constexpr):
-    """From all segments of a row: m, whether L <= M, and the tokens from the first valid one to the last."""
+    """From all segments of a row: m, whether L <= M, the first valid token, and the one after the last valid token."""
     if MASKED:
         end = tl.max(stop, axis=0)
         begin = tl.min(tl.where(size > 0, first, end), axis=0)
@@ -86,7 +88,9 @@ def describe_row(first, stop, size, N, M: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def part_of(begin, end, BLOCK_N: tl.constexpr):
-    """The part of the tokens from `begin` to `end` that this program computes, in whole blocks."""
+    """The part of the tokens from `begin` to `end` that this program computes: a multiple of BLOCK_N tokens, except at
+    the end.
+    """
     size = tl.cdiv(end - begin, tl.num_programs(0) * BLOCK_N) * BLOCK_N
     start = begin + tl.program_id(0) * size
     return start, tl.minimum(start + size, end)
@@ -94,7 +98,7 @@ def part_of(begin, end, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def valid_tokens(mask, row, tokens, stop, N, MASKED: tl.constexpr):
-    """Which of the positions `tokens` are valid, from 0 and before `stop`."""
+    """Which of the positions `tokens` are at least 0, before `stop`, and valid."""
     inside = (tokens >= 0) & (tokens < stop)
     if MASKED:
         inside = tl.load(mask + row * N + tokens, mask=inside, other=0) != 0
@@ -105,7 +109,7 @@ def valid_tokens(mask, row, tokens, stop, N, MASKED: tl.constexpr):
 def store_padding(
     states, stride, begin, end, N, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Writes zeros before the first valid token of a row and after the last; each program writes a part of them."""
+    """Writes zeros before the first valid token of a row and after the last; each program writes its part of them."""
     outside = N - (end - begin)
     size = tl.cdiv(outside, tl.num_programs(0))
     start = tl.program_id(0) * size

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tokens get: softmax(q k~ᵀ / √D) W over the landmarks plus the depthwise convolution of V, in one launch.
+"""The attention of the tokens, softmax(q k~ᵀ / √D) W over the landmarks, plus the depthwise convolution of V, in one
+launch.
 
-A program takes blocks of tokens one after the other; it holds the landmarks and the taps, so that of a block only its
-queries and values are read. The convolution's gradients are in `convolution.py`. Legend as in `rows.py`; P parts, T
-taps of the convolution, W = A⁺ B V the landmarks' values.
+A program processes blocks of tokens one after the other. It keeps the landmarks and the taps, and reads only the
+queries and values of each block. The convolution's gradients are in `convolution.py`. Legend as in `rows.py`; P parts,
+T taps of the convolution, W = A⁺ B V the landmarks' values.
 """
 
 import torch
@@ -27,7 +28,7 @@ from .rows import (
 
 @triton.jit
 def _softmax(q, k, count, scale, BLOCK_M: tl.constexpr, FLOAT32: tl.constexpr):
-    """softmax(q k~ᵀ / √D) over the landmarks that exist, of which there is one at least."""
+    """softmax(q k~ᵀ / √D) over the landmarks that exist, at least one."""
     scores = dot(q, tl.trans(k), None, FLOAT32) * (scale * LOG2_E)
     scores = tl.where((tl.arange(0, BLOCK_M) < count)[None, :], scores, -float("inf"))
     weights = tl.exp2(scores - tl.max(scores, axis=1)[:, None])
@@ -36,10 +37,11 @@ def _softmax(q, k, count, scale, BLOCK_M: tl.constexpr, FLOAT32: tl.constexpr):
 
 @triton.jit
 def _dropout(seed, program, tokens, threshold, BLOCK_M: tl.constexpr):
-    """What remains of each weight (len(tokens), BLOCK_M): 0 with probability threshold / 2³¹, else 1 / (1 - that).
+    """The factor of each weight (len(tokens), BLOCK_M): 0 with probability p = threshold / 2³¹, else 1 / (1 - p).
 
-    Drawn from the seed and the weight's place alone, so that the backward pass draws the same: four weights, a quarter
-    of BLOCK_M apart, from the four words that Philox gives at a time, in seven rounds, the fewest without known flaws.
+    It depends only on the seed and the position of the weight, so that the backward pass draws the same factors. Each
+    call of Philox gives four words, for four weights that are BLOCK_M / 4 apart. Seven rounds are the fewest without
+    known flaws.
     """
     quarter: tl.constexpr = BLOCK_M // 4
     places = tokens[:, None] * quarter + tl.arange(0, quarter)[None, :]
@@ -110,7 +112,7 @@ def _token_attention_bwd_kernel(
     MASKED: tl.constexpr, DROPOUT: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Float32 is multiplied without tensor cores: for those the shared memory would hold all landmarks twice."""
+    """Float32 is multiplied without tensor cores, which would need all landmarks in shared memory twice."""
     program = tl.program_id(1).to(tl.int64)
     row = program // H
     head = (row * N * H + program % H) * D
@@ -132,7 +134,7 @@ def _token_attention_bwd_kernel(
         tokens = block + tl.arange(0, BLOCK_N)
         valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
         q_block = load_tile(q, tokens, H * D, valid, D, BLOCK_D)
-        # Zero at invalid tokens, whose results are zero whatever comes in.
+        # Zero at invalid tokens: their results are zero, whatever the inputs.
         g = load_tile(do, tokens, H * D, valid, D, BLOCK_D)
         weights = _softmax(q_block, k_block, count, scale, BLOCK_M, "ieee")
         dweights = dot(g, tl.trans(w_block), None, "ieee")
@@ -171,7 +173,7 @@ def token_attention_forward(
         q, v: (B, N, H, D). k_landmarks: (B, H, M, D) float32. w: W, (B, H, M, D), in the dtype of `q`. All contiguous.
         conv_weight: (H, 1, T, 1), T odd and at most 65, contiguous, in that dtype; None for no convolution.
         rows: the ragged batch; None where every token is valid.
-        seed: (1,) int64, from which it is drawn which weights of the landmarks are dropped; None to drop none.
+        seed: (1,) int64, from which the dropped weights of the landmarks are drawn; None to drop none.
         dropout_p: probability of dropping a weight, with a seed.
 
     Returns: (B, N, H, D), zero at invalid tokens.
@@ -197,7 +199,7 @@ def token_attention_backward(
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the first three: of queries (B, N, H, D), of landmarks and their values (B, H, M, D) float32.
+    """The gradients of q, (B, N, H, D), and of k_landmarks and w, (B, H, M, D) float32.
 
     Args:
         q, k_landmarks, w, rows, seed, dropout_p: as in `token_attention_forward`.

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page of flags for every example script that calls `parse_arguments`, made when the documentation is built.
+
+They are read from the source of the dataclasses, so that nothing has to be imported. MkDocs calls the functions whose
+names begin with `on_` (mkdocs.yml names this file under `hooks`).
+"""
+
+import ast
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SOURCES = (ROOT / "src" / "nystrom_models" / "training", EXAMPLES)
+
+
+class Flag(NamedTuple):
+    """default: as Python writes it; None for a flag that must be given."""
+
+    name: str
+    kind: str
+    default: str | None
+    help: str
+
+
+def flag(node: ast.AnnAssign) -> Flag:
+    """The flag of a dataclass's field, which has its help in `field(metadata={"help": ...})`."""
+    assert isinstance(node.target, ast.Name)
+    default, text = None, ""
+    if isinstance(node.value, ast.Call):
+        given = {keyword.arg: keyword.value for keyword in node.value.keywords}
+        default = ast.unparse(given["default"]) if "default" in given else None
+        if isinstance(metadata := given.get("metadata"), ast.Dict):
+            help_text = next(
+                v for k, v in zip(metadata.keys, metadata.values, strict=True) if ast.unparse(k) == "'help'"
+            )
+            text = words(help_text)
+    elif node.value is not None:
+        default = ast.unparse(node.value)
+    return Flag(node.target.id, ast.unparse(node.annotation), default, text)
+
+
+def words(node: ast.expr) -> str:
+    """A string of the source; what it puts in with braces, as code."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(words(part) for part in node.values)
+    return f"`{ast.unparse(node.value)}`" if isinstance(node, ast.FormattedValue) else ast.unparse(node)
+
+
+@functools.cache
+def dataclasses() -> dict[str, tuple[list[str], list[Flag], str]]:
+    """Of every class with fields: its bases, its own flags and the first line of its docstring, by name."""
+    found = {}
+    for folder in SOURCES:
+        for path in sorted(folder.glob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    fields = [flag(part) for part in node.body if isinstance(part, ast.AnnAssign)]
+                    docstring = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+                    found[node.name] = ([ast.unparse(base) for base in node.bases], fields, docstring)
+    return found
+
+
+def groups(name: str) -> dict[str, list[Flag]]:
+    """The flags of a class and of its bases, by the class that defines them: its own first. What a class defines
+    anew is not repeated."""
+    bases, own, _ = dataclasses()[name]
+    found = {name: own}
+    for base in bases:
+        if base in dataclasses():
+            found |= {group: flags for group, flags in groups(base).items() if group not in found}
+    seen: set[str] = set()
+    for group, flags in found.items():
+        found[group] = [one for one in flags if one.name not in seen]
+        seen |= {one.name for one in flags}
+    return {group: flags for group, flags in found.items() if flags}
+
+
+@functools.cache
+def scripts() -> dict[str, tuple[str, list[str]]]:
+    """The docstring of each script, and the names of its dataclasses."""
+    found = {}
+    for path in sorted(EXAMPLES.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_arguments":
+                assert isinstance(node.args[0], ast.Tuple)
+                found[path.name] = (ast.get_docstring(tree) or "", [ast.unparse(name) for name in node.args[0].elts])
+    return found
+
+
+def page(script: str) -> str:
+    """The text of a script's page."""
+    docstring, names = scripts()[script]
+    lines = [f"# {script}", f"```text\n{docstring}\n```"]
+    lines.append(
+        "`--recipe FILE` reads flags from a file, and flags beside it take precedence. A flag that is `True` or "
+        "`False` is switched on by its name, and off by `--no_NAME`."
+    )
+    for name in names:
+        for group, flags in groups(name).items():
+            rows = ["| flag | default | what it does |", "| --- | --- | --- |"]
+            for one in flags:
+                default = "must be given" if one.default is None else f"`{one.default}`".replace("|", "\\|")
+                rows.append(f"| `--{one.name}` | {default} | {one.help.replace('|', chr(92) + '|')} |")
+            lines += [f"## {dataclasses()[group][2].rstrip('.')}", "\n".join(rows)]
+    return "\n\n".join(lines) + "\n"
+
+
+def place(script: str) -> str:
+    return f"flags/{Path(script).stem}.md"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds the pages to the navigation."""
+    section: list[Any] = next(part["Reference"] for part in config["nav"] if "Reference" in part)
+    section.append({"Flags": [{script: place(script)} for script in scripts()]})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages."""
+    for script in scripts():
+        files.append(File.generated(config, place(script), content=page(script)))
+    return files
