@@ -17,6 +17,7 @@ import nystrom_models  # noqa: F401 - registers the families
 from nystrom_models.data.lra import aan, cifar
 from nystrom_models.data.lra.pictures import to_text
 from nystrom_models.training import long_range_arena
+from tests.training.processes import finish, start
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,22 @@ def test_a_run_goes_on(cache, tmp_path):
         run(tmp_path / "other", cache, *options, *resume, "--config_overrides", "num_attention_heads=4", steps=4)
     with pytest.raises(ValueError, match="the training data was"):
         run(tmp_path / "other", cache, *options, *resume, "--data_seed", "1", steps=4)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(cache, tmp_path):
+    """The same data, steps and scores as in one process."""
+    options = [*LISTOPS, "--attention", "linear", "--pretrain_on_task", "--pretrain_steps", "2"]
+    options += ["--config_overrides", "hidden_dropout_prob=0.0", "--cache_dir", cache, "--max_train_steps", "3"]
+    alone, together = ["--per_device_train_batch_size", "8"], ["--per_device_train_batch_size", "4"]
+    whole = run_lra.main([*options, *alone, "--output_dir", str(tmp_path / "one")])
+    processes, logs = start(
+        run_lra.main, ([*options, *together, "--output_dir", str(tmp_path / "two")],), tmp_path, num_processes=2
+    )
+    assert finish(processes) == [0, 0], logs[0].read_text()
+    results = json.loads((tmp_path / "two" / "all_results.json").read_text())["results"]
+    assert results["test"] == pytest.approx(whole["test"], rel=1e-4)
+    assert results["train"]["steps"] == 3
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
@@ -274,7 +275,8 @@ class ClassificationCollator(DataCollatorWithPadding):
             {name: row[name] for name in (*self.tokenizer.model_input_names, "labels") if name in row}
             for row in features
         ]
-        apart = bool(rows) and bool(rows[0]["input_ids"]) and not isinstance(rows[0]["input_ids"][0], int)
+        first = rows[0]["input_ids"][:1]
+        apart = len(first) == 1 and bool(np.ndim(first[0]))
         batch = self._pairs(rows) if apart else dict(super().__call__(rows))
         return batch | ({"index": torch.tensor([row["index"] for row in features])} if self.with_index else {})
 

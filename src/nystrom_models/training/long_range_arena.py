@@ -20,6 +20,7 @@ from .arguments import DataArguments, RunArguments
 from .finetuning import FinetuningArguments, finetune
 from .grid import finetune_grid
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags
+from .launch import create_accelerator
 from .optimization import OptimizationArguments
 from .pretraining import PretrainingArguments, pretrain
 from .results import read_json, write_json
@@ -289,6 +290,7 @@ def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> di
     Returns:
         The figures of `all_results.json`; after a signal, only those of `train`.
     """
+    create_accelerator(args.mixed_precision)  # the processes find each other before they divide the work on the data
     splits: Mapping[str, Dataset] = load_arena_task(args)
     if args.model_name_or_path is None:
         _write_configuration(args)
