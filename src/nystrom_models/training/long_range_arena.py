@@ -197,8 +197,8 @@ def _load_reviews(args: ArenaArguments) -> dict[str, Dataset]:
     else:
         found = load_dataset(args.dataset_name or IMDB, args.dataset_config_name, cache_dir=args.cache_dir)
         splits = {split: found[split] for split in ("train", "test")}
-    for split in {"train", "test"} & splits.keys():
-        if split != "train" or "validation" not in splits:
+    for split in ("train", "test"):
+        if split in splits and (split == "test" or "validation" not in splits):
             require_counts(splits[split], "label", IMDB_ROWS, f"the {split} set of IMDB", IMDB_WHERE)
     if "validation" not in splits and "train" in splits:
         held_out = len(splits["train"]) * IMDB_VALIDATION_ROWS // IMDB_ROWS
