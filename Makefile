@@ -1,4 +1,4 @@
-# `make help` lists the targets. Everything made here lies in .venv and .cache, which git ignores.
+# `make help` lists the targets. All files made here are in .venv and .cache, which git ignores.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 CACHE := .cache
-# pip's progress is for a reader at a terminal.
+# pip shows its progress only at a terminal.
 PIP := $(BIN)/python -m pip --disable-pip-version-check $(shell [ -t 2 ] || echo --quiet)
 
 # The newest supported Transformers is the pinned one; the lowest has its own few pins.
@@ -27,7 +27,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-# Threads that wait for one another yield early: on a busy machine, spinning costs several times the work itself.
+# Threads that wait for one another yield early: on a busy machine, spinning takes several times as long as the work.
 quickstart: $(VENV)/installed ## Pretrain, fill masks and fine-tune on this machine's own docstrings (minutes, no download)
 	@GOMP_SPINCOUNT=10000 $(BIN)/python examples/quickstart.py
 
@@ -37,7 +37,7 @@ test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(TORCHAO)/installe
 	@echo "All tests, transformers $(NEWEST)"
 	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-slow: $(VENV)/installed ## Run the tests that make test leaves out for their time
+slow: $(VENV)/installed ## Run the slow tests that make test leaves out
 	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(VENV)/installed ## Check format, style and types
@@ -79,7 +79,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[train,bench,dev,onnx,cli,docs]"
 	@touch $@
 
-# Transformers' common model tests come with its source distribution alone.
+# Transformers' common model tests are only in its source distribution.
 $(SDIST)/unpacked: $(VENV)/installed
 	@echo "Fetching the source distribution of transformers $(NEWEST)"
 	@rm -rf $(SDIST) && mkdir -p $(CACHE)

@@ -149,7 +149,7 @@ def compile_case(capability: int, case: Case, options: str) -> list[tuple[str, R
     def compile_only(self, *arguments, grid, warmup, **given):
         try:
             kernel = run(self, *arguments, grid=grid, warmup=True, **given)
-        except Exception as error:  # whatever a compiler raises
+        except Exception as error:  # compilers raise errors of many types
             print(f"{self.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
             compiled.append((self.__name__, Resources()))
         else:

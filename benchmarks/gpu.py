@@ -107,7 +107,7 @@ PARTS = {
         keeps_json=True,
     ),
     "decoding": Part(
-        "causal models: a generated token, prefill and a training step, beside a GPT-2",
+        "causal models: a generated token, prefill and a training step, compared with a GPT-2",
         "decode --device cuda --dtype bfloat16",
         "decode --lengths 48 --repeats 2",
     ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page of flags for every example script that calls `parse_arguments`, made when the documentation is built.
 
-They are read from the source of the dataclasses, so that nothing has to be imported. MkDocs calls the functions whose
+They are read from the source of the dataclasses, so that nothing must be imported. MkDocs calls the functions whose
 names begin with `on_` (mkdocs.yml names this file under `hooks`).
 """
 
@@ -19,7 +19,7 @@ SOURCES = (ROOT / "src" / "nystrom_models" / "training", EXAMPLES)
 
 
 class Flag(NamedTuple):
-    """default: as Python writes it; None for a flag that must be given."""
+    """default: Python source; None for a flag that must be given."""
 
     name: str
     kind: str
@@ -45,7 +45,7 @@ def flag(node: ast.AnnAssign) -> Flag:
 
 
 def words(node: ast.expr) -> str:
-    """A string of the source; what it puts in with braces, as code."""
+    """A string of the source, with the expressions in braces as code."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -55,7 +55,7 @@ def words(node: ast.expr) -> str:
 
 @functools.cache
 def dataclasses() -> dict[str, tuple[list[str], list[Flag], str]]:
-    """Of every class with fields: its bases, its own flags and the first line of its docstring, by name."""
+    """For every class with fields, by name: its bases, its own flags and the first line of its docstring."""
     found = {}
     for folder in SOURCES:
         for path in sorted(folder.glob("*.py")):
@@ -68,8 +68,8 @@ def dataclasses() -> dict[str, tuple[list[str], list[Flag], str]]:
 
 
 def groups(name: str) -> dict[str, list[Flag]]:
-    """The flags of a class and of its bases, by the class that defines them: its own first. What a class defines
-    anew is not repeated."""
+    """The flags of a class and of its bases, by the class that defines them: its own first. A flag that a class
+    redefines is not repeated."""
     bases, own, _ = dataclasses()[name]
     found = {name: own}
     for base in bases:
@@ -100,7 +100,7 @@ def page(script: str) -> str:
     docstring, names = scripts()[script]
     lines = [f"# {script}", f"```text\n{docstring}\n```"]
     lines.append(
-        "`--recipe FILE` reads flags from a file, and flags beside it take precedence. A flag that is `True` or "
+        "`--recipe FILE` reads flags from a file; flags on the command line take precedence. A flag that is `True` or "
         "`False` is switched on by its name, and off by `--no_NAME`."
     )
     for name in names:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that are made from other files when the documentation is built, and links to what has such a page.
+"""Pages that are generated from other files when the documentation is built, and links to them.
 
 MkDocs calls the functions whose names begin with `on_` (mkdocs.yml names this file under `hooks`):
 
 - results/ from benchmarks/results/, model-cards/ from model_cards/, recipes.md from configs/recipes/;
 - reference/ from the `__all__` of the packages: a public name cannot be left out;
 - changelog.md, contributing.md and security.md from the files of these names;
-- a paragraph that is nothing but a link to a Python file, such as [`segment_sizes`](../src/.../attention_nystrom.py),
+- a paragraph that is only a link to a Python file, such as [`segment_sizes`](../src/.../attention_nystrom.py),
   becomes the code of that function, class or `module` (its docstring); `name:first..last` gives the lines from the
   first that contains one text to the next that contains another.
 
-Links are written as they lead in the repository, so that pages can be read there, too.
+Links in the pages are those of the repository, so that the pages can be read there, too.
 """
 
 import ast
@@ -32,7 +32,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "nystrom_models"
-# Files of the repository that are pages, and what each is called in the documentation.
+# Files of the repository that become pages, and their names in the documentation.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 FAMILIES = {"nystromformer": "Nyströmformer", "linformer": "Linformer", "linear_transformer": "Linear transformer"}
 # Packages whose public names are documented, with the titles of their pages.
@@ -45,7 +45,7 @@ PUBLIC = {
     "nystrom_models.deployment": "Deployment",
     "nystrom_models.kernels": "Triton kernels",
 }
-# What all families share is described once; and functions that are used by themselves.
+# Modules that all families share, which are described once, and functions that are used separately.
 SHARED = {
     "Base classes": {
         "models.configuration_base": ["BaseConfig"],
@@ -131,12 +131,12 @@ def model_card_pages() -> dict[str, str]:
 
 
 def result_title(path: Path) -> str:
-    """What a file such as 2026-11-21-cpu-attention.json is called: "cpu attention, 2026-11-21"."""
+    """The title of a file such as 2026-11-21-cpu-attention.json: "cpu attention, 2026-11-21"."""
     return f"{path.stem[11:].replace('-', ' ')}, {path.stem[:10]}"
 
 
 def result_page(path: Path) -> str:
-    """One file of benchmarks/results as text: what the benchmarks print of it."""
+    """One file of benchmarks/results as text, as the benchmarks print it."""
     heading = f"# {result_title(path)}\n\nFile: `{path.relative_to(ROOT).as_posix()}`\n\n"
     if path.suffix == ".md":
         return heading + path.read_text(encoding="utf-8")
@@ -184,7 +184,7 @@ def recipes_page() -> str:
 
 
 def generated() -> dict[str, str]:
-    """Every page that is made from other files: its text by its place in the documentation."""
+    """Every page that is generated from other files: its text by its path in the documentation."""
     pages = {page: (ROOT / name).read_text(encoding="utf-8") for name, page in PAGES.items()}
     pages |= reference_pages() | model_card_pages()
     pages["recipes.md"] = recipes_page()
@@ -194,7 +194,7 @@ def generated() -> dict[str, str]:
 
 
 def result_files() -> list[Path]:
-    """What runs printed, the newest first."""
+    """The result files of runs, the newest first."""
     found = [path for kind in ("json", "md") for path in (ROOT / "benchmarks" / "results").glob(f"*.{kind}")]
     return sorted(found, key=lambda path: (path.stem[:10], path.stem), reverse=True)
 
@@ -203,7 +203,7 @@ def result_files() -> list[Path]:
 
 
 def places() -> dict[str, str]:
-    """The page, or picture, of the documentation by the file or folder of the repository that it comes from."""
+    """The page or picture of the documentation, by the file or folder of the repository that it is made from."""
     found = {f"docs/{path.relative_to(ROOT / 'docs')}": str(path.relative_to(ROOT / "docs")) for path in doc_files()}
     found |= PAGES
     found |= {page: page for page in model_card_pages()}
@@ -220,7 +220,7 @@ def doc_files() -> list[Path]:
 
 
 def redirected(markdown: str, page: str, known: dict[str, str]) -> str:
-    """Links of a page as they lead in the documentation; of what has no page there, the text alone."""
+    """Replaces the links of a page by those of the documentation; a link without a page there becomes its text."""
     origins = {place: origin for origin, place in reversed(known.items())}
     folder = posixpath.dirname(origins.get(page, f"docs/{page}"))
 
@@ -235,13 +235,13 @@ def redirected(markdown: str, page: str, known: dict[str, str]) -> str:
             return text.strip("[]") if text.startswith("[`") else text[1:-1]
         return match[0]
 
-    # Code is left as it is.
+    # Code is not changed.
     parts = re.split(r"(^```.*?^```$|^(?: {4}.*\n)+|`[^`\n]+`(?!\]))", markdown, flags=re.MULTILINE | re.DOTALL)
     link = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
     return "".join(part if number % 2 else link.sub(replace, part) for number, part in enumerate(parts))
 
 
-# ---- code beside text ----
+# ---- code next to text ----
 
 
 def code_of(path: Path, name: str) -> str:
@@ -276,7 +276,7 @@ def code_of(path: Path, name: str) -> str:
 
 
 def with_code(markdown: str) -> str:
-    """Paragraphs that are links to Python files, replaced by what they name."""
+    """Replaces paragraphs that are links to Python files by the code that they name."""
 
     def replace(match: re.Match) -> str:
         name, target = match[1], match[2]
@@ -298,7 +298,7 @@ def section(config: MkDocsConfig, title: str) -> list[Any]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds what is made from files to the navigation."""
+    """Adds the generated pages to the navigation."""
     results = [{result_title(path): f"results/{path.stem}.md"} for path in result_files()]
     section(config, "Results").append({"Result files": results})
     section(config, "Reference").append({"Recipes": "recipes.md"})
@@ -327,7 +327,7 @@ def known_places() -> dict[str, str]:
 
 @functools.cache
 def identifiers() -> dict[str, str]:
-    """Where a public name is documented, by the name alone."""
+    """The place where a public name is documented, by the name without its module."""
     found = {name: f"{package}.{name}" for package in PUBLIC for name in public_names(package)[1]}
     return found | {
         name: f"nystrom_models.{module}.{name}"
@@ -351,5 +351,5 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts code in its place, and lets links lead to pages."""
+    """Inserts code, and makes links lead to pages."""
     return redirected(with_code(markdown), page.file.src_uri, known_places())

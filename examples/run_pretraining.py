@@ -6,7 +6,7 @@
 
 --train_file takes documents separated by empty lines (.txt), or a column of documents (.jsonl, .csv, .parquet);
 --dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path goes on with a
-model, or begins with the weights of a BERT or RoBERTa.
+model, or begins with the weights of a BERT or RoBERTa. --teacher_model_name_or_path names a teacher for it.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A card of every model that configs/ describes: `python -m model_cards` writes them, `--check` compares.
+"""A card for every configuration in configs/: `python -m model_cards` writes them, `--check` compares them.
 
-The text is `nystrom_models.training.configuration_card`'s. This file holds what that module cannot know: which recipes
+`nystrom_models.training.configuration_card` makes the text. This file has what that module cannot know: which recipes
 name a configuration, and which results of docs/attention-compared.md belong to which model.
 """
 
@@ -23,7 +23,7 @@ ROOT = CARDS.parent
 CONFIGS = ROOT / "configs"
 RESULTS = ROOT / "benchmarks" / "results" / "2026-11-20-cpu-comparison-tiny-256.json"
 
-# The arms of the comparison in RESULTS: the configuration of each, and how the card of that configuration calls it.
+# The arms of the comparison in RESULTS: the configuration of each, and its label in the card of that configuration.
 ARMS = {
     "softmax": ("nystromformer/tiny-256-softmax", "as configured"),
     "nystrom": ("nystromformer/tiny-256", "as configured"),
@@ -52,7 +52,7 @@ def names() -> list[str]:
 
 @functools.cache
 def comparison() -> dict[str, Any]:
-    """What RESULTS holds."""
+    """The content of RESULTS."""
     return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
@@ -106,7 +106,7 @@ def card(name: str) -> str:
 
 
 def outdated() -> list[str]:
-    """What differs between the cards in this folder and what the configurations give, a line for each card."""
+    """A line for each card in this folder that differs from the card of its configuration."""
     wanted = {CARDS / f"{name}.md": name for name in names()}
     left = [path for family in FAMILIES for path in sorted((CARDS / family).glob("*.md")) if path not in wanted]
     return [f"{path.relative_to(ROOT)}: no configuration has this name" for path in left] + [

@@ -9,7 +9,7 @@ missing (on Debian: `apt-get install chromium chromium-driver`):
         browser.check()
         browser.screenshot(tmp_path / "report.png")
 
-No page reaches the network: every host but 127.0.0.1 is unknown to the browser, and asking for one is a console error.
+No page reaches the network: the browser knows only the host 127.0.0.1; a request to another one is a console error.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ DESKTOP, PHONE = 1280, 390
 
 
 def why_not() -> str | None:
-    """What is missing to open pages in a browser; None if nothing is."""
+    """What is missing to open pages in a browser; None if nothing is missing."""
     if importlib.util.find_spec("selenium") is None:
         return "selenium is not installed"
     for kind, names in (("Chromium", BROWSERS), ("chromedriver", DRIVERS)):
@@ -60,7 +60,7 @@ def _first(names: tuple[str, ...]) -> str:
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def end_headers(self) -> None:
-        self.send_header("Cache-Control", "no-store")  # a page that was written again is loaded again
+        self.send_header("Cache-Control", "no-store")  # a changed page is loaded again
         super().end_headers()
 
     def log_message(self, *args: Any) -> None:
@@ -69,7 +69,7 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """Serves a folder on a free port of 127.0.0.1, and gives its address without a slash at the end."""
+    """Serves a folder on a free port of 127.0.0.1; yields its address without a slash at the end."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -82,13 +82,13 @@ def serve(folder: Path) -> Iterator[str]:
 
 
 class Browser:
-    """One headless Chromium with an empty profile, for as many pages as wanted. A context manager.
+    """A headless Chromium with an empty profile, for any number of pages. A context manager.
 
     Args:
         profile: an empty folder for the user data.
 
     Attributes:
-        driver: selenium's driver, for what this class does not offer.
+        driver: selenium's driver, for functions that this class does not have.
     """
 
     def __init__(self, profile: Path):
@@ -125,7 +125,7 @@ class Browser:
         """Opens a page and waits until it and its resources are loaded. Earlier console entries are forgotten.
 
         Args:
-            target: an HTML file, or a folder, which is served from then on.
+            target: an HTML file, or a folder, which is then served.
             page: the page in a folder, relative to it; may end in `#anchor`. Empty: the folder's `index.html`.
             width, height: of the window, in CSS pixels. Below 600, the page sees a phone.
             color_scheme: "light" or "dark", what `prefers-color-scheme` gives.
@@ -142,17 +142,17 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"features": [{"name": "prefers-color-scheme", "value": color_scheme}]}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
-        self.driver.get("about:blank")  # so that a change of the anchor alone loads the page anew
+        self.driver.get("about:blank")  # otherwise, a change of only the anchor would not reload the page
         self.driver.get_log("browser")
         self.driver.get(f"{self._addresses[target]}/{page}")
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a piece of JavaScript returns, in the open page: `browser.run("return document.title")`."""
+        """The result of JavaScript code in the open page: `browser.run("return document.title")`."""
         return self.driver.execute_script(script, *arguments)
 
     def errors(self) -> list[str]:
         """Errors in the console since the last call, or since the page was opened: scripts, failed requests."""
-        # Entries arrive in their order, but later than the page is loaded: all are there once this one is.
+        # Entries arrive in order, but after the page is loaded: when this one has arrived, all have.
         mark = f"mark-{time.monotonic_ns()}"
         self.run("console.info(arguments[0])", mark)
         entries: list[dict[str, Any]] = []
@@ -163,18 +163,18 @@ class Browser:
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than the window. What scrolls in a box of its own does not count."""
-        # Not window.innerWidth: a phone's window widens with what does not fit.
+        """Pixels by which the page is wider than the window, without elements that scroll in a box of their own."""
+        # Not window.innerWidth: on a phone, it grows with content that does not fit.
         return self.run("return document.documentElement.scrollWidth") - self._width
 
     def check(self) -> None:
-        """Fails on a console error, and on a page that must be scrolled sideways."""
+        """Fails on a console error, and if the page must be scrolled horizontally."""
         found = self.errors()
         assert not found, "\n".join([self.driver.current_url, *found])
         assert self.overflow() <= 0, f"{self.driver.current_url} is {self.overflow()} pixels wider than the window"
 
     def screenshot(self, path: Path, *, whole_page: bool = True) -> Path:
-        """Writes a PNG of the whole page, or of what the window shows, and gives its path."""
+        """Writes a PNG of the whole page, or of the visible part, and returns its path."""
         options = {"format": "png", "captureBeyondViewport": whole_page}
         if whole_page:
             size = self.driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]

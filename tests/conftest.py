@@ -14,18 +14,18 @@ import pytest
 import torch
 from hypothesis import settings
 
-# As the package index's default build says it: with a build that the package's metadata do not have. A test that
-# compares one with the other then fails here, too, and not only where that build is installed.
+# With a build suffix, as in the index's default build, which the package's metadata lack. A test that
+# compares the two versions then fails with every build.
 torch.__version__ = torch.torch_version.TorchVersion(torch.__version__.split("+")[0] + "+cu130")
 
-# Before any import of triton, which reads it once: where there is no GPU, the kernels' tests interpret them.
+# Before any import of triton, which reads it once: without a GPU, the tests of kernels interpret them.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("repeatable")
 
-# PyTorch then fills what torch.empty and its kin return with NaN, so that a value read before it is written shows.
+# PyTorch then fills the results of torch.empty and similar functions with NaN, so that reads before writes are found.
 torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Every test starts from one seed and without compiled graphs, of which a function that models share has few."""
+    """Every test starts from the same seed and without compiled graphs, whose number is limited for each function."""
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

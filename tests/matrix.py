@@ -4,8 +4,8 @@
     python tests/matrix.py                                       # every supported Python that is found
     python tests/matrix.py --pythons python3.10 --packages torch==2.13.0
 
-Each gets an environment of its own in .cache/matrix, with the package built and installed. It ends with a table in
-Markdown. Transformers' common tests and torchao's, which belong to pinned versions, are left out.
+Each gets its own environment in .cache/matrix, with the package built and installed. Finally it prints a table in
+Markdown. Transformers' common tests and torchao's, which need pinned versions, are left out.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
 FOLDERS = ("models", "compat", "conversion", "interface", "analysis", "data", "training")
-# It runs with packages that `make test` fetches for the pinned versions.
+# They need packages that `make test` downloads for the pinned versions.
 LEFT_OUT = ("tests/models/test_called_modules.py::test_weights_quantized_by_torchao",)
 ASK = """
 import importlib.metadata, json, platform
@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find(python: str) -> str | None:
-    """The first that runs: the command itself, which pyenv has even for versions that are not chosen, or pyenv's."""
+    """The first that runs: the command (pyenv has one even for inactive versions), or pyenv's own executable."""
     command = shutil.which(python)
     versions = sorted((Path.home() / ".pyenv/versions").glob(f"{python.removeprefix('python')}.*/bin/python"))
     for path in ([command] if command else []) + [str(path) for path in reversed(versions)]:
@@ -53,7 +53,7 @@ def find(python: str) -> str | None:
 
 
 def run(python: str, args: argparse.Namespace) -> list[str]:
-    """A row of the table: versions, and what pytest counted."""
+    """A row of the table: versions, and pytest's counts."""
     version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
     folder = ROOT / ".cache" / "matrix" / version
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)

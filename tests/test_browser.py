@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/browser.py sees what it is for: errors of scripts, requests, too wide pages, the window's width and colors."""
+"""tests/browser.py finds errors of scripts and requests and too wide pages, and sets the window's width and colors."""
 
 import struct
 

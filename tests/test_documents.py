@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents say holds: their Python runs, their commands parse, names and tables are those of the code."""
+"""The documentation is correct: its Python runs, its commands parse, names and tables agree with the code."""
 
 import argparse
 import ast
@@ -26,7 +26,7 @@ from tests.packaging.floors import project
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-# What users read: the README, and a page for each task.
+# The documents for users: the README, and a page for each task.
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -50,7 +50,7 @@ def blocks(language):
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """A folder in which the quickstart was run, but for the size and the training of its models."""
+    """A folder as after the quickstart, with smaller models that were not trained."""
     folder = tmp_path_factory.mktemp("documents")
     (folder / "configs").symlink_to(ROOT / "configs")
     tokenizer = train_tokenizer([SENTENCES] * 4, vocab_size=200, model_max_length=128, show_progress=False)
@@ -75,12 +75,12 @@ def test_python_of_the_pages_runs(code, page, line, quickstart, monkeypatch):
     monkeypatch.chdir(quickstart)
     # The default back end needs a C++ compiler, which not every machine has.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    # Padded to its place, so that a traceback names the line of the page.
+    # After empty lines, so that a traceback has the line number of the page.
     exec(compile("\n" * line + code, page, "exec"), {"__name__": "__main__"})
 
 
 class ParsedError(Exception):
-    """The command line was taken; nothing is run."""
+    """The command line was accepted; nothing is run."""
 
 
 def stop_after(function):
@@ -93,7 +93,7 @@ def stop_after(function):
 
 
 def without_launcher(words):
-    """The command that `torchrun` or `accelerate launch` starts, as one of Python's."""
+    """The command that `torchrun` or `accelerate launch` starts, as a Python command."""
     if words[0] == "torchrun" or words[:2] == ["accelerate", "launch"]:
         if "--config_file" in words:
             assert (ROOT / words[words.index("--config_file") + 1]).is_file()
@@ -103,7 +103,7 @@ def without_launcher(words):
 
 
 def check_command(words):
-    """Fails, or raises SystemExit, for a command that would not be taken. Scripts are run up to their flags alone."""
+    """Fails, or raises SystemExit, for an invalid command. Scripts are run only until their flags are parsed."""
     if words[0] == "make":
         targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in words[1:] if "=" not in word} <= set(targets)
@@ -193,7 +193,7 @@ def test_every_public_name_is_documented(package):
     for name in module.__all__:
         member = getattr(module, name)
         if not callable(member):
-            continue  # a constant: its module says what it is
+            continue  # a constant, which is described in its module
         undocumented += [] if own_doc(member) else [name]
         if inspect.isclass(member):
             for key, attribute in vars(member).items():
@@ -205,13 +205,13 @@ def test_every_public_name_is_documented(package):
 
 
 def own_doc(member):
-    """The docstring that was written for it; not the signature that dataclasses make, nor that of a base class."""
+    """The object's own docstring, not the generated one of a dataclass, nor that of a base class."""
     text = vars(member).get("__doc__") if inspect.isclass(member) else member.__doc__
     return text and not text.startswith(f"{member.__name__}(")
 
 
 def table_rows(text, first_cell):
-    """The rows of a page's Markdown tables, as lists of cells, by the first cell of their head."""
+    """The rows of a page's Markdown tables, as lists of cells, by the first cell of their header."""
     lines = text.splitlines()
     rows = []
     for start, line in enumerate(lines):
@@ -251,7 +251,7 @@ def test_the_option_tables_hold_every_field_and_its_default(family):
     own = {item.name for item in dataclasses.fields(config)} - {
         item.name for item in dataclasses.fields(PreTrainedConfig)
     }
-    # What tells an encoder from a decoder is fixed; token ids are fields of every configuration.
+    # Fields that distinguish encoders from decoders are fixed; token ids are fields of every configuration.
     for name in own - {"is_decoder", "add_cross_attention"} | {"pad_token_id", "bos_token_id", "eos_token_id"}:
         assert ast.literal_eval(described[name].strip("`")) == getattr(config, name), name
     known = set().union(*(config_class().to_dict() for config_class in FAMILIES.values()))
@@ -265,7 +265,7 @@ def test_the_table_of_capabilities_is_that_of_the_command():
     head = next(line for line in text.splitlines() if capabilities.OurNystromformer.title in line)
     titles = [cell.strip() for cell in head.strip("|").split("|")][1:]
     assert titles == [contender.title for contender in capabilities.CONTENDERS]
-    # Ours are measured anew by tests/benchmarks/test_capabilities.py.
+    # Ours are tested by tests/benchmarks/test_capabilities.py.
     for row in rows:
         assert set(row[1:4]) <= {"yes", "–"}, row[0]
 
@@ -277,7 +277,7 @@ def test_the_readme_has_an_excerpt_of_the_table_of_capabilities():
     excerpt = [row for row in table_rows(README, "") if row[0] in whole]
     assert len(excerpt) >= 5
     for name, *cells in excerpt:
-        # All of ours alike, and of the others but `linformer`, which takes no mask.
+        # The same for all of ours, and for all others except `linformer`, which takes no mask.
         assert cells == [*set(whole[name][:3]), *whole[name][3:6], whole[name][7]], name
 
 
@@ -295,15 +295,15 @@ def test_contributing_names_every_source_file_and_folder():
     assert not missing
 
 
-def rooms():
-    """The files of models/, room by room, as CONTRIBUTING.md draws them."""
-    drawn = CONTRIBUTING.split("## The house")[1].split("A call goes down once")[0]
+def groups():
+    """The files of models/, group by group, as listed in CONTRIBUTING.md."""
+    drawn = CONTRIBUTING.split("## Imports between files")[1].split("A call goes down once")[0]
     return [line.split() for line in drawn.splitlines() if line.startswith(" " * 8)]
 
 
-def test_files_of_models_know_only_rooms_above_their_own():
+def test_files_of_models_import_only_files_listed_above():
     folder = ROOT / "src/nystrom_models/models"
-    order = [name for room in rooms() for name in room]
+    order = [name for group in groups() for name in group]
     assert set(order) == {path.stem for path in folder.glob("*.py")} - {"__init__"} and len(order) == len(set(order))
     for place, name in enumerate(order):
         text = (folder / f"{name}.py").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""model_cards/: a card of every model that configs/ describes, as the command writes it."""
+"""model_cards/: a card for every configuration in configs/, as written by the command."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation as a site: it builds strictly and without network, and its pages are sound in a browser."""
+"""The documentation as a site: it builds in strict mode without network, and its pages have no errors in a browser."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +14,7 @@ import pytest
 from tests.browser import DESKTOP, PHONE
 
 ROOT = Path(__file__).parents[1]
-# Where to keep the screenshots, for a look at them.
+# A folder for the screenshots, to look at them.
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
 PAGES = {
     "index": "nystrom_models",
@@ -29,7 +29,7 @@ PAGES = {
     "reference/configurations-and-models": "Configurations and models",
     "model_cards/nystromformer/base-512": "nystromformer/base-512",
 }
-# A proxy where nobody listens: whoever asks the network fails.
+# A proxy on a closed port: every access to the network fails.
 OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 # Without the theme's notice about its successor.
 QUIET = {"NO_MKDOCS_2_WARNING": "1"}
@@ -93,7 +93,7 @@ def test_flags_are_those_of_the_scripts(site):
     "width", [pytest.param(DESKTOP, id="desktop", marks=pytest.mark.slow), pytest.param(PHONE, id="phone")]
 )
 def test_the_pages_are_sound_in_a_browser(site, browser, width):
-    """No console error, nothing wider than the window, the title and the navigation where they belong."""
+    """No console error, nothing wider than the window, and the title and the navigation are visible."""
     for page, title in PAGES.items():
         for scheme in ("light", "dark") if page == "index" else ("light",):
             browser.open(site, f"{page}.html", width=width, color_scheme=scheme)
@@ -129,7 +129,7 @@ def test_every_task_is_reached_by_the_navigation(site, browser, width):
 
 
 def wait_for(browser, page):
-    """Until the drawer has slid in."""
+    """Waits until the drawer is open."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(browser.driver, 5).until(lambda _: browser.run(VISIBLE, page))

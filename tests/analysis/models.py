@@ -7,7 +7,7 @@ import transformers
 import nystrom_models
 from tests.models.options import TINY
 
-# Fields beside TINY's that an architecture wants; None as a field leaves it out.
+# Fields that an architecture needs besides TINY's; a field of None is removed.
 FIELDS = {
     "Bert": {},
     "Roberta": {"pad_token_id": 1, "max_position_embeddings": 66},
@@ -24,7 +24,7 @@ FIELDS = {
 
 
 def make_model(family, head="Model", **fields):
-    """A model with weights larger than usual, so that its attention has something to show."""
+    """A model with larger weights than usual, so that its attention is not uniform."""
     torch.manual_seed(0)
     known = FIELDS.get(family, {})
     common = {} if family == "DistilBert" else TINY
@@ -41,7 +41,7 @@ def make_model(family, head="Model", **fields):
 
 
 def padded_batch(lengths, side="right", vocab_size=99):
-    """Rows of random tokens, padded with a token that no row holds."""
+    """Rows of random tokens, padded with a token that no row contains."""
     longest = max(lengths)
     ids, mask = torch.full((len(lengths), longest), 1), torch.zeros(len(lengths), longest, dtype=torch.long)
     for row, length in enumerate(lengths):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What visitors are shown is what the model computes: maps against `output_attentions`, and nothing of it remains."""
+"""Visitors get what the model computes: maps agree with `output_attentions`. Afterwards the model is unchanged."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_own_attention_is_what_the_layer_computes(family, fields, side):
     found = []
 
     def visit(layer):
-        # An encoder's softmax control is measured with landmarks, as a model of Transformers.
+        # An encoder with softmax attention is measured with landmarks, like a model of Transformers.
         is_control = fields.get("feature_map", "") is None and not model.config.is_decoder
         assert (layer.own is None) == is_control == (layer.method == "softmax")
         if not is_control:

@@ -14,7 +14,7 @@ LENGTHS = (37, 23)
 
 
 def alone(lengths):
-    """The rows of `padded_batch` by themselves, without padding."""
+    """The rows of `padded_batch`, each alone and without padding."""
     rows = padded_batch(lengths)["input_ids"]
     return [{"input_ids": row[None, :length]} for row, length in zip(rows, lengths, strict=True)]
 
@@ -65,7 +65,7 @@ def test_errors_of_a_bert_are_those_of_the_paper_in_float64():
 @pytest.mark.parametrize(
     ("family", "side", "fields"),
     [
-        ("Bert", "right", {}),  # on the left, padding counts in its positions
+        ("Bert", "right", {}),  # with padding on the left, its positions are shifted
         ("Nystromformer", "left", {"num_landmarks": 8}),
         ("Linformer", "left", {"projected_dim": 8}),
         ("LinearTransformer", "right", {"is_decoder": True}),
@@ -102,7 +102,9 @@ def test_figures_of_several_texts_are_taken_over_all_of_their_entries():
 
 def test_pictures_are_the_maps_themselves_or_means_of_their_blocks(monkeypatch):
     model, (call,) = make_model("Bert"), alone([36])
-    whole = inspect_attention(model, [call], num_landmarks=[8]).layers[0].pictures.float()
+    # The errors beside them are those of this text, whatever longer texts have.
+    found = inspect_attention(model, [call, *alone([37])], num_landmarks=[8], max_rows=36).layers[0]
+    whole, errors = found.pictures.float(), found.picture_errors
     layers = []
     visit_attention(model, call, layers.append)
     maps = [
@@ -110,6 +112,8 @@ def test_pictures_are_the_maps_themselves_or_means_of_their_blocks(monkeypatch):
         for measured, options in ((exact_map, ()), (nystrom_map, (8,)))
     ]
     torch.testing.assert_close(whole, torch.stack(maps), rtol=1e-3, atol=1e-3)
+    norms = [torch.linalg.matrix_norm(tensor) for tensor in (maps[1] - maps[0], maps[0])]
+    torch.testing.assert_close(errors, (norms[0] / norms[1]).to(errors.dtype), rtol=1e-4, atol=1e-6)
     monkeypatch.setattr(inspection, "PICTURE", 9)
     small = inspect_attention(model, [call], num_landmarks=[8]).layers[0].pictures.float()
     blocks = torch.stack(maps).unflatten(3, (9, 4)).mean(4).unflatten(2, (9, 4)).mean(3)
@@ -125,7 +129,7 @@ def test_attention_that_is_the_same_everywhere_needs_one_landmark_and_rank_one()
     found = inspect_attention(model, alone([37]), num_landmarks=[1, 8])
     assert found.landmarks_needed(0.01) == {"by_layer": [1, 1], "by_head": [[1] * 4] * 2}
     assert found.ranks_needed(0.01) == {"by_layer": [1, 1], "by_head": [[1] * 4] * 2}
-    # And what cannot be had but with all tokens takes all of them.
+    # An error that only exact attention reaches needs all tokens.
     found = inspect_attention(make_model("Bert"), alone([37]), num_landmarks=[2, 4])
     assert found.landmarks_needed(1e-6)["by_layer"] == [37, 37]
     assert all(30 <= rank <= 37 for rank in found.ranks_needed(1e-4)["by_layer"])
@@ -156,7 +160,7 @@ def test_a_nystromformers_own_landmarks_are_measured_and_long_rows_are_drawn():
     assert found.layers[0].token.shape == (2, 4, 37)
     whole = inspect_attention(model, [call], num_landmarks=[4], pinv_iterations=[6])
     for layer in range(2):
-        # Of 37 rows 20 were drawn: near the whole, and not the same.
+        # 20 of 37 rows were drawn: the result is close to that of all rows, but not the same.
         drawn, all_rows = (result.layer_error(layer, found.main, "map") for result in (found, whole))
         assert drawn != all_rows and drawn == pytest.approx(all_rows, rel=0.3)
     again = inspect_attention(model, [call], num_landmarks=[4], pinv_iterations=[6], max_rows=20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked tokens found with attention through landmarks, against models that attend so themselves."""
+"""The accuracy of masked tokens with landmarks, against models that have such attention themselves."""
 
 import copy
 

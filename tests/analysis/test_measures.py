@@ -28,7 +28,7 @@ def states():
 
 
 def by_hand(query, key, number):
-    """Nyström attention of one head as the paper writes it, with a true pseudo-inverse."""
+    """Nyström attention of one head by the paper's formula, with an exact pseudo-inverse."""
     sizes = [LENGTH // number + (place >= number - LENGTH % number) for place in range(number)]
     landmarks = [torch.stack([part.mean(0) for part in states.split(sizes)]) for states in (query, key)]
     f, a, b = (
@@ -73,7 +73,7 @@ def test_as_many_landmarks_as_tokens_make_no_error(states, number):
 
 
 def test_tokens_of_r_kinds_need_r_landmarks(states):
-    """Where queries and keys are alike in each of six segments, six landmarks make no error, and five make one."""
+    """If queries and keys are equal within each of six segments, six landmarks are exact, and five are not."""
     query, key = (part[:, :6].repeat_interleave(4, dim=1) for part in states)
     exact = exact_map(query, key)
     errors = [
@@ -125,7 +125,7 @@ def test_errors_of_parts_are_added_as_squares():
     ("errors", "needed"),
     [
         ([(16, 0.3), (32, 0.1), (64, 0.05)], 32),
-        ([(16, 0.05), (32, 0.2), (64, 0.05)], 64),  # 16 was luck
+        ([(16, 0.05), (32, 0.2), (64, 0.05)], 64),  # 16 is not enough, because 32 is not
         ([(16, 0.3), (64, 0.2)], 100),
         ([(64, 0.01), (16, 0.02)], 16),
         ([(128, 0.0), (16, 0.5)], 100),

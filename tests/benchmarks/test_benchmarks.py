@@ -101,7 +101,7 @@ def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("length", [32, 64])
 def test_opponents_compute_what_we_compute(length, backward):
-    """Where an opponent's formula is ours, it passes the check: the checks compare like with like."""
+    """A contender with the same formula as ours passes the check."""
     setting = Setting(length, batch_size=2, backward=backward, **SIZES)
     expected = {"transformers", "nystrom-attention", "linformer", "linformer-pytorch", "exact-sdpa", "exact-softmax"}
     for name in OPERATIONS:
@@ -111,7 +111,7 @@ def test_opponents_compute_what_we_compute(length, backward):
 
 
 class Scaled(torch.autograd.Function):
-    """A right output with a wrong gradient."""
+    """A correct output with a wrong gradient."""
 
     @staticmethod
     def forward(ctx, states):
@@ -150,7 +150,7 @@ def test_no_speedup_for_a_wrong_result(fault, baseline):
     assert rows["wrong"]["status"] == "wrong" and rows["wrong"]["reason"]
     assert rows["wrong"]["milliseconds"] is None and rows["wrong"]["speedup"] is None
     assert rows["ours"]["status"] == rows["ours-reference"]["status"] == "ok"
-    # Without a right baseline there is nothing to be faster than.
+    # Without a correct baseline there is no speedup.
     assert (rows["ours-reference"]["speedup"] is None) == baseline
     assert "WRONG" in "\n".join(report.grid(list(rows.values()), "speed-up", report.speedup_cell))
 
@@ -196,7 +196,7 @@ def test_an_opponent_that_fails_does_not_end_the_run():
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.slow
 def test_each_contender_in_a_process_of_its_own(backward, monkeypatch):
-    """They are checked and timed as in one process, one after the other in every round."""
+    """Contenders are checked and timed as in one process, one after the other in every round."""
     setting = Setting(32, backward=backward, **SIZES)
     names = ["ours", "exact-sdpa"]
     started, pids = runners.RemoteRunner.__init__, []
@@ -219,7 +219,7 @@ def test_each_contender_in_a_process_of_its_own(backward, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_gives_each_contender_a_process(tmp_path):
-    """As it is typed: processes of contenders import the main module, too."""
+    """Run as a command, because processes of contenders import the main module, too."""
     output = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks", "run", "--op", "nystrom", "--contenders", "exact-sdpa"]
     command += ["--lengths", "32", *SMALL, "--repeats", "1", "--no_memory", "--output", str(output)]
@@ -231,7 +231,7 @@ def test_the_command_gives_each_contender_a_process(tmp_path):
 
 
 def test_an_opponent_that_fails_in_its_process(monkeypatch):
-    """By an error, or because the system ends the process."""
+    """A contender fails with an error, or because the system ends its process."""
     bf16 = Setting(32, dtype=torch.bfloat16, **SIZES)
     rows = measure.measure(
         WORKLOADS["nystrom"], bf16, contenders=["transformers"], repeats=1, memory=False, apart=True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of capabilities: ours can do everything, and what cannot is found out."""
+"""The table of capabilities: ours pass all checks, and implementations that fail are found."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_ours_can_do_everything(contender):
 
 
 class Encoder(nn.Module):
-    """Exact attention that ignores the mask, adds what is in the other rows, and takes an even length in float32."""
+    """Exact attention that ignores the mask, depends on the other rows, and takes only even lengths in float32."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Broken(capabilities.Contender):
 
 
 class Unsaved(capabilities.OurLinformer):
-    """Loads as another class than it was saved as, and has a pretraining head without the order of sentences."""
+    """Loads as another class than it was saved as, and has a pretraining head without sentence order."""
 
     @classmethod
     def model(cls, head, **fields):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make gpu` runs, rehearsed on a CPU, and how it keeps and judges results."""
+"""The parts of `make gpu`, in a test run on a CPU, and how it keeps and judges results."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from nystrom_models import NystromformerConfig
 
 
 def rehearse(part, folder, capsys):
-    """What is printed and what is kept."""
+    """The printed output, and the content of the kept file."""
     assert cli.main(["gpu", "--device", "cpu", "--part", part, "--results", str(folder)]) == 0
     (kept,) = folder.glob(f"*-cpu-{part}.md")
     return capsys.readouterr().out, kept.read_text(encoding="utf-8")
@@ -24,14 +24,14 @@ def test_a_part_is_run_and_kept(tmp_path, capsys):
     assert "torch" in kept and "commit" in kept
     (figures,) = tmp_path.glob("*.json")
     assert json.loads(figures.read_text(encoding="utf-8"))["results"]
-    # The best exact attention and the limit of bytes are among the targets; the backward pass was not measured.
+    # The targets for exact attention and for the limit of bytes were measured, those of the backward pass were not.
     assert "| forward: time over the limit" in printed and "not measured" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["tests", "sanitizers", "training"])
 def test_parts_of_other_kinds_are_rehearsed(part, tmp_path, capsys):
-    """All of them: `python -m benchmarks gpu --device cpu`."""
+    """`python -m benchmarks gpu --device cpu` runs all of them."""
     printed, kept = rehearse(part, tmp_path, capsys)
     assert kept in printed and "exit status 0" in kept
 
@@ -53,7 +53,7 @@ def test_nothing_that_was_kept_is_written_over(tmp_path):
 
 
 def test_a_part_that_takes_too_long_is_stopped_and_says_so(tmp_path, monkeypatch):
-    """With the processes that it started, and what it had printed is kept."""
+    """It is stopped with the processes that it started, and its output is kept."""
     code = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '60'])"
     run = gpu.run_command
     monkeypatch.setattr(gpu, "run_command", lambda command, env, seconds: run([sys.executable, "-c", code], env, 2))
@@ -126,7 +126,7 @@ def test_what_a_sanitizer_found_and_where_there_is_none(monkeypatch):
 
 
 def test_operations_of_a_training_step():
-    """By hand for BERT-base's sizes: 6 operations for each weight of layers and head, and those of the attention."""
+    """For BERT-base's sizes: 6 operations for each weight of layers and head, and those of the attention."""
     config = NystromformerConfig(vocab_size=30000, num_landmarks=64, conv_kernel_size=65)
     layers = 12 * 12 * 768**2
     attention = 12 * 768 * (4 * 64 + 65)

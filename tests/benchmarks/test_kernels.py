@@ -51,7 +51,7 @@ def test_causal_linear_attention_is_what_is_timed():
 
 @pytest.mark.slow
 def test_ragged_rows_and_dropout_are_what_is_timed():
-    """Shorter rows end in zeros, and weights of the others are dropped."""
+    """With ragged rows, shorter rows end in zeros; with dropout, weights of the others are dropped."""
     plain, ragged = (kernels.prepare(SETTING, ragged)["forward"].call()[0] for ragged in (False, True))
     assert not ragged[0, :, SETTING.length // 2 :].any()
     assert torch.isfinite(ragged).all() and not torch.equal(ragged[1], plain[1])
@@ -70,7 +70,7 @@ def test_the_sweep_finds_the_fastest_that_computes_the_same(monkeypatch):
         return torch.ones(2) * (2.0 if current().block == 128 else 1.0), None
 
     def plan():
-        # As with many taps, a block of 16 becomes one of 32.
+        # With many taps, a block of 16 becomes one of 32.
         launch = current()
         sizes = {"BLOCK_N": max(32, launch.block), "num_warps": launch.warps, "num_stages": launch.stages}
         return launch.resident, sizes

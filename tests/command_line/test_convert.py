@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion as users start it, and what they get."""
+"""The command `convert` in its own process, and its results."""
 
 import json
 import subprocess

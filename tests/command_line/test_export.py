@@ -32,7 +32,7 @@ def test_a_model_is_exported_by_a_process_of_its_own(folder):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "LinformerForMaskedLM" in done.stdout and "model_quantized.onnx: " in done.stdout
-    # The folder alone has what it is used with.
+    # The folder contains all files that are needed to use it.
     inputs = AutoTokenizer.from_pretrained(folder / "onnx")([TEXT, TEXT[:20]], padding=True, return_tensors="pt")
     session = onnxruntime.InferenceSession(folder / "onnx" / "model.onnx", providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]

@@ -101,7 +101,7 @@ def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
         (["--token", "64"], "--token 64 is not in a row of 64 tokens"),
         (["--device", "nowhere"], "--device nowhere"),
         (["--text_column_name", "body"], "--text_column_name body is not a column"),
-        (["--text_file", "missing.txt"], "--text_file names missing.txt"),
+        (["--text_file", "missing.txt"], "--text_file missing.txt is not a file"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line_that_names_the_flag(folder, flags, message, capsys):
@@ -119,7 +119,7 @@ def test_the_page_is_readable_in_a_browser_and_its_tables_sort(folder, browser, 
     assert browser.run("return document.querySelectorAll('figure svg').length") >= 5
     ink, paper = browser.run("let s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
     axis = browser.run("return getComputedStyle(document.querySelector('svg text')).fill")
-    assert ink == axis and ink != paper  # the pictures' text is the page's, light on dark
+    assert ink == axis and ink != paper  # the text of the pictures has the page's color, light on dark
     cells = (
         "return [...document.querySelector('table').tBodies[0].rows].map(row => Number(row.cells[1].dataset.value))"
     )

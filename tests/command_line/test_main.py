@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command as users start it: a process of its own, its output, its errors and its exit status."""
+"""The command in its own process: its output, its errors and its exit status."""
 
 import json
 import os

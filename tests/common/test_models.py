@@ -48,9 +48,9 @@ SMALL = {
 
 
 class ModelTester:
-    """What `ModelTesterMixin` asks about a model: a small configuration and a batch for it.
+    """What `ModelTesterMixin` needs for a model: a small configuration and a batch.
 
-    The batch has a full row, and a right-padded, a left-padded and a broken row of `min_valid` valid tokens.
+    The batch has a full row, and rows with `min_valid` valid tokens: right-padded, left-padded and with holes.
     """
 
     is_training = True
@@ -85,7 +85,7 @@ class ModelTester:
 
 
 def load_with_the_cpu_as_accelerator(load, model_class, folder, *, device_map, max_memory, **kwargs):
-    """`from_pretrained` with device_map="auto", where the CPU is device 0, and what is offloaded lies on the disk."""
+    """`from_pretrained` with device_map="auto", where the CPU is device 0, and offloaded weights are on the disk."""
     assert device_map == "auto"
     with torch.device("meta"):
         empty = model_class(model_class.config_class.from_pretrained(folder))
@@ -110,7 +110,7 @@ class CommonTests(modeling_common.ModelTesterMixin):
 
     @classmethod
     def setUpClass(cls):
-        # Many common tests choose labels and what to expect by looking a class up in these names of built-in classes.
+        # Many common tests look a class up in these names of built-in classes, to choose labels and expected results.
         model_type = cls.config_class.model_type
         for suffix, mapping in cls.heads.items():
             names = getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")
@@ -150,7 +150,7 @@ class CommonTests(modeling_common.ModelTesterMixin):
         self.run_offload_test("test_disk_offload_safetensors")
 
     def run_offload_test(self, name):
-        """A common test that skips itself where there is no accelerator, with the CPU in its place."""
+        """A common test that skips itself without an accelerator, run with the CPU instead."""
         base = getattr(nystrom_models, f"{self.family}PreTrainedModel")
         load = base.from_pretrained.__func__
 
@@ -162,13 +162,13 @@ class CommonTests(modeling_common.ModelTesterMixin):
             inspect.unwrap(getattr(modeling_common.ModelTesterMixin, name))(self)
 
     def check_device_map_is_respected(self, model, device_map):
-        """As the common tests', but device 0 is the CPU."""
+        """The same as in the common tests, but device 0 is the CPU."""
         for name, parameter in model.named_parameters():
             place = next(device_map[part] for part in parents(name) if part in device_map)
             self.assertEqual(parameter.device.type, "cpu" if place == 0 else "meta", name)
 
     def test_model_weights_reload_no_missing_tied_weights(self):
-        # It loads a checkpoint that holds none of the model's weights, which this package refuses otherwise.
+        # It loads a checkpoint without any of the model's weights, which this package otherwise refuses.
         loader = classmethod(transformers.PreTrainedModel.from_pretrained.__func__)
         base = getattr(nystrom_models, f"{self.family}PreTrainedModel")
         with mock.patch.object(base, "from_pretrained", loader):
@@ -188,7 +188,7 @@ def common_tests(name, family, *, seq_length, min_valid, heads=HEADS, slow=False
         "options": options,
         "pytestmark": [pytest.mark.slow] if slow else [],
     }
-    # Where it stands among the bases says that a model generates.
+    # Its place among the base classes makes a model able to generate.
     generates = (modeling_common.GenerationTesterMixin,) if "ForCausalLM" in heads else ()
     return type(name, (CommonTests, *generates, unittest.TestCase), attributes)
 

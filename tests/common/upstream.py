@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers' own common model tests, imported from its unpacked source distribution.
 
-The source distribution holds only the top-level files of Transformers' `tests/`. They are imported here as modules of
+The source distribution contains only the top-level files of Transformers' `tests/`. They are imported as modules of
 a synthetic package, with a stand-in for each name they take from a folder that is not distributed.
 """
 
@@ -32,11 +32,11 @@ CONFIG_COMMON_KWARGS = {
 
 
 class ExportTesterMixin:
-    """Export has its own tests in this repository."""
+    """A stand-in: this repository has its own tests of export."""
 
 
 class GenerationTesterMixin:
-    """Not in the source distribution; tests/models/test_generation.py stands in for it."""
+    """A stand-in for tests that are not in the source distribution; tests/models/test_generation.py replaces them."""
 
 
 STAND_INS = {

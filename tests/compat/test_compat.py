@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold on every supported Transformers. `make test` runs this file on the lowest one and on the newest."""
+"""Tests for every supported version of Transformers. `make test` runs this file with the lowest and the newest."""
 
 import pytest
 import torch

@@ -33,13 +33,13 @@ FIELDS = {
         "hidden_act": "relu",
     },
 }
-# Of each kind, the heads that have a counterpart here.
+# For each kind, the heads that have a counterpart in this package.
 KINDS_AND_HEADS = [(kind, head) for kind in FIELDS for head in SHARED_HEADS]
 KINDS_AND_HEADS += [("Bert", "ForPreTraining"), ("Albert", "ForPreTraining")]
 
 
 def save_source(folder, kind, head, **fields):
-    """A model of Transformers' own class, saved."""
+    """Saves a model of Transformers' own class."""
     basic = {} if kind == "DistilBert" else TINY
     config = getattr(transformers, kind + "Config")(**basic | FIELDS[kind] | fields)
     model = enlarge(getattr(transformers, kind + head)(config))
@@ -59,7 +59,7 @@ def ragged_batch(side="right", head="Model"):
 def predictions(outputs, mask):
     """What a head returns, at valid tokens where it is by token; one tensor."""
     if "start_logits" in outputs:
-        # Theirs are not masked at padding.
+        # The source's outputs are not masked at padding.
         return torch.stack([outputs["start_logits"], outputs["end_logits"]], dim=-1)[mask.bool()]
     for name in ("last_hidden_state", "prediction_logits", "logits"):
         if name in outputs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints turned into models of this package, against the checkpoints themselves."""
+"""Checkpoints converted to models of this package, against the original models."""
 
 import copy
 
@@ -42,7 +42,7 @@ def edit_weights(folder, change):
 @pytest.mark.parametrize("kind", FIELDS)
 @torch.no_grad()
 def test_padding_on_the_left_changes_nothing(kind, tmp_path):
-    """Most sources count padding on the left as tokens, and the row were another one than without padding."""
+    """Padding is on the right: with padding on the left, most sources would shift the positions of a row."""
     source = save_source(tmp_path, kind, "ForMaskedLM")
     model = convert(tmp_path, converted_config(tmp_path, **EXACT))
     ids, mask = ragged_batch("left")
@@ -78,7 +78,7 @@ def test_up_to_its_landmarks_it_is_the_source_and_then_learns(family, head, tmp_
 @pytest.mark.parametrize("built_in", [False, True], ids=["ours", "built-in"])
 @torch.no_grad()
 def test_a_nystromformer_gets_more_positions(built_in, tmp_path):
-    """Also one that Transformers' own class saved; up to the landmarks, or exact, it is the same function."""
+    """Also from Transformers' own class; up to `num_landmarks` tokens, or with exact attention, the outputs agree."""
     fields = TINY | {"max_position_embeddings": LENGTH, "num_landmarks": 64, "conv_kernel_size": 5}
     if built_in:
         source = BuiltInForMaskedLM(BuiltInConfig(**fields, segment_means_seq_len=64)).eval()
@@ -94,14 +94,14 @@ def test_a_nystromformer_gets_more_positions(built_in, tmp_path):
     assert report.new == report.left_behind == []
     if not built_in:
         assert relative_error(model(ids).sop_logits, source(ids).sop_logits) < TOLERANCE
-    # As a Linformer, whose positions start at 0.
+    # Converted to a Linformer, whose positions start at 0.
     linformer, report = convert(
         tmp_path, converted_config(tmp_path, "linformer", projected_dim=8), return_report=True, compare=False
     )
     assert report.new == ["linformer.encoder.sequence_projection.weight"] and not report.left_behind
     table = linformer.get_position_embeddings().weight
     assert torch.equal(table, source.base_model.embeddings.position_embeddings.weight[2:])
-    # Without the convolution, its kernels stay behind.
+    # Without the convolution, its kernels are dropped.
     _, report = convert(tmp_path, converted_config(tmp_path, conv_kernel_size=None), return_report=True, compare=False)
     assert len(report.left_behind) == 2 and all("conv.weight" in name for name in report.left_behind)
     with pytest.raises(ValueError, match="set conv_kernel_size=5"):
@@ -193,7 +193,7 @@ def test_what_is_new_and_what_is_left_behind_is_reported(family, head, new, left
 
 
 def test_bert_itself_as_published(tmp_path):
-    """As its old checkpoints are: pickled tensors, other names of the layer norms, and a buffer of positions."""
+    """In the format of its old checkpoints: pickled tensors, other names of layer norms, and a buffer of positions."""
     source = save_source(tmp_path, "Bert", "ForPreTraining")
     weights = load_file(tmp_path / "model.safetensors")
     weights["bert.embeddings.position_ids"] = torch.arange(LENGTH)[None]
@@ -417,7 +417,7 @@ def test_landmarks_by_layer_are_compared_up_to_the_fewest(tmp_path):
 
 @pytest.mark.parametrize("causal", ["config", "source"])
 def test_causal_and_bidirectional_attention_do_not_mix(causal, tmp_path):
-    """By what the configurations state, and not by the name of a family."""
+    """The check depends on the configurations, not on the names of the families."""
     if causal == "config":
         source = save_source(tmp_path, "Bert", "Model").config
         with pytest.raises(ValueError, match="Set is_decoder=False"):

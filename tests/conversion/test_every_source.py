@@ -27,7 +27,7 @@ def without_prefix(model):
 
 
 def check_report(report, model, source, new=()):
-    """Every parameter of the model is accounted for, and is what the report says that it is."""
+    """The report has every parameter of the model, and describes it correctly."""
     assert [origin.name for origin in report.origins] == [name for name, _ in model.named_parameters()]
     assert set(report.new) == set(new)
     ours, theirs = model.state_dict(), without_prefix(source)
@@ -43,12 +43,12 @@ def check_report(report, model, source, new=()):
 @pytest.mark.parametrize(("kind", "head"), KINDS_AND_HEADS)
 @torch.no_grad()
 def test_converted_saved_and_loaded_it_is_the_source(kind, head, tmp_path):
-    # An SOP head of ALBERT has as many classes as there are labels.
+    # The number of classes of ALBERT's SOP head is the number of labels.
     fields = {} if head in ("ForPreTraining", "ForQuestionAnswering") else LABELS
     if head == "ForSequenceClassification":
         fields |= {"problem_type": "multi_label_classification"}
     source = save_source(tmp_path / "source", kind, head, **fields)
-    # Longer than the source, so that nothing depends on the sizes being the same.
+    # Longer than the source, so that the sizes differ.
     config = converted_config(tmp_path / "source", max_position_embeddings=100, **EXACT)
     model, report = convert(tmp_path / "source", config, return_report=True)
     new = []
@@ -57,7 +57,7 @@ def test_converted_saved_and_loaded_it_is_the_source(kind, head, tmp_path):
     if kind in ("DistilBert", "Electra") and head == "Model":
         new += ["pooler.dense.weight", "pooler.dense.bias"]
     if (kind, head) == ("Bert", "ForPreTraining"):
-        # The next sentence is another question than the order of sentences.
+        # Next-sentence prediction is a different task from sentence order.
         new += ["cls.seq_relationship.weight", "cls.seq_relationship.bias"]
     copied = check_report(report, model, source, new)
     changed = {origin.name for origin in report.origins} - {origin.name for origin in copied} - set(new)
@@ -74,7 +74,7 @@ def test_converted_saved_and_loaded_it_is_the_source(kind, head, tmp_path):
     ids, mask = ragged_batch(head=head)
     expected, actual = (predictions(one(ids, attention_mask=mask), mask) for one in (source, loaded.eval()))
     assert relative_error(actual, expected) < TOLERANCE
-    # And that is what the report says, on rows as long as the source takes.
+    # The report agrees, on rows as long as the source takes.
     assert all(found.largest <= TOLERANCE * found.scale for found in report.differences)
     assert report.differences[-1].tokens == 40
 
@@ -110,7 +110,7 @@ def test_a_model_of_ours_gets_longer_and_stays_the_same_on_short_rows(option, he
     source = make_model(option, head)
     source.save_pretrained(tmp_path / "source")
     family = source.config.model_type
-    # What pools has slots of ceil(N / k) tokens, which change with the length.
+    # Pooling has slots of ceil(N / k) tokens, which change with the length.
     pools = getattr(source.config, "projection_type", "linear") != "linear"
     length = None if source.config.max_position_embeddings is None else 64 if pools else 100
     config = converted_config(tmp_path / "source", family, max_position_embeddings=length)
@@ -173,13 +173,13 @@ def test_electras_discriminator_has_no_counterpart(tmp_path):
 
 @torch.no_grad()
 def test_alberts_layers_come_in_their_order(tmp_path):
-    """Two groups of two layers each, gone through three times: twelve layers."""
+    """Two groups of two layers each, used three times: twelve layers."""
     source = save_source(tmp_path, "Albert", "Model", num_hidden_layers=6, inner_group_num=2)
     model = convert(tmp_path, converted_config(tmp_path, **EXACT))
     assert model.config.num_hidden_layers == 12
     ids, mask = ragged_batch()
     expected = source(ids, attention_mask=mask)
     actual = model(ids, attention_mask=mask)
-    # Twelve layers of large weights: 4.6e-6.
+    # Measured for twelve layers with large weights: 4.6e-6.
     assert relative_error(actual.last_hidden_state[mask.bool()], expected.last_hidden_state[mask.bool()]) < 1.8e-5
     assert relative_error(actual.pooler_output, expected.pooler_output) < 1.8e-5

@@ -15,7 +15,7 @@ MATCHING = Matching(steps=60)
 
 @pytest.fixture
 def source(tmp_path):
-    """With attention that is far from uniform."""
+    """A source whose attention is far from uniform."""
     model = save_source(tmp_path, "Bert", "ForMaskedLM")
     with torch.no_grad():
         for layer in model.bert.encoder.layer:
@@ -31,7 +31,7 @@ def test_matching_lowers_the_loss_and_brings_the_model_nearer(source):
     model, report = convert(source, config, sample=sample, matching=MATCHING, return_report=True)
     assert [start.layer for start in report.feature_maps] == [0, 1]
     for start in report.feature_maps:
-        # Half of what could be gained, on rows that were not trained on.
+        # At least half of the possible improvement, on held-out rows.
         assert start.least < start.after < (start.before + start.least) / 2
         assert start.error_after < 0.7 * start.error_before
     plain = convert(source, config)
@@ -39,7 +39,7 @@ def test_matching_lowers_the_loss_and_brings_the_model_nearer(source):
     rows = torch.randint(3, 99, (4, LENGTH))
     matched, before = (relative_error(one.base_model(rows)[0], exact.base_model(rows)[0]) for one in (model, plain))
     assert matched < 0.8 * before
-    # As a new model's, and nothing else is different.
+    # The feature maps are those of a new model, and nothing else differs.
     maps = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, maps[name]) == ("_features" not in name)
@@ -50,7 +50,7 @@ def test_matching_lowers_the_loss_and_brings_the_model_nearer(source):
 
 
 def test_the_cross_entropy_is_that_of_the_weights():
-    """By the equation of the paper, written out."""
+    """Against the paper's equation."""
     query, key = torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
     weights = torch.randn(2, 3, 4, 4)
     loss, entropy = cross_entropy(AttentionInputs(query, key, key), *weights, torch.arange(7))
@@ -83,7 +83,7 @@ def test_without_steps_nothing_changes_and_no_start_gets_worse(source):
 def test_from_the_softmax_control_of_the_same_family(tmp_path):
     source = make_model("linear-elu", "ForMaskedLM", feature_map=None)
     source.save_pretrained(tmp_path)
-    # Exact attention stays exact, in another family, too.
+    # Exact attention stays exact, also in another family.
     rows = torch.randint(3, 99, (8, LENGTH))
     exact = convert(tmp_path, converted_config(tmp_path, "nystromformer", num_landmarks=None))
     assert relative_error(exact(rows).logits, source(rows).logits) < 1e-6

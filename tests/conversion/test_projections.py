@@ -39,7 +39,7 @@ def test_without_a_sample_slots_are_means_of_segments(share, projection_type, tm
 
 
 def of_rank_two(count, alternating=True):
-    """Queries, keys and values (R, H, N, D) of tokens that are of two kinds: every second one is like the others."""
+    """Queries, keys and values (R, H, N, D) of two kinds of tokens, which alternate."""
     kinds = torch.arange(24) % 2 if alternating else torch.arange(24) // 12
     states = [torch.randn(count, 2, 2, 6)[:, :, kinds] for _ in range(2)]
     return torch.randn(count, 2, 24, 6), *states
@@ -52,7 +52,7 @@ def test_positions_of_two_kinds_are_told_apart_and_attention_is_exact():
         gram = torch.einsum("rhnd,rhmd->nm", key, key) + torch.einsum("rhnd,rhmd->nm", value, value)
         groups = principal_groups(gram, slots)
         assert (groups.bincount() == 24 // slots).all()
-        # Each group is of one kind.
+        # Each group has tokens of only one kind.
         assert all(
             (positions % 2).unique().numel() == 1
             for positions in map(groups.eq, range(slots))
@@ -62,7 +62,7 @@ def test_positions_of_two_kinds_are_told_apart_and_attention_is_exact():
         query, key, value = of_rank_two(2)
         near = linformer_attention(query, key, value, key_projection=weight, value_projection=weight)
         assert relative_error(near, attend(query, key, value)) < 4e-6  # 1e-6
-    # Where all positions are the same, they stay in their order; and numbers need not divide each other.
+    # Equal positions keep their order; and the number of slots need not divide that of positions.
     assert principal_groups(torch.ones(6, 6), 3).tolist() == [0, 0, 1, 1, 2, 2]
     assert sorted(principal_groups(torch.randn(11, 4).cov(), 4).bincount().tolist()) == [2, 3, 3, 3]
 
@@ -81,7 +81,7 @@ def test_each_head_has_its_own_gram_matrix():
 
 
 def two_kinds_of_positions(tmp_path, alternating):
-    """A BERT whose keys and values come from the position alone, of which there are two kinds; and a sample."""
+    """A BERT whose keys and values depend only on the position, with two kinds of positions; and a sample."""
     source = save_source(tmp_path, "Bert", "Model")
     with torch.no_grad():
         embeddings = source.embeddings
@@ -107,12 +107,12 @@ def test_the_nearer_start_is_taken(share, alternating, expected, tmp_path):
         assert all(start.start == expected for start in report.projections)
         assert all(start.principal_directions < 0.1 * start.segment_means for start in report.projections)
     else:
-        # Both tell the two halves apart.
+        # Both separate the two halves.
         assert all(start.segment_means < 0.02 for start in report.projections)
     how = {origin.how for origin in report.origins if "projection" in origin.name}
     if alternating:
         assert how == {"principal directions of keys and values, to be trained"}
-    # What was measured is what the model has: it is nearer to the source than without the sample.
+    # The measured errors are those of the model, which is closer to the source than without the sample.
     plain = convert(tmp_path, config)
     exact = convert(tmp_path, converted_config(tmp_path, num_landmarks=None, conv_kernel_size=None))
     rows = torch.randint(3, 99, (2, LENGTH))
@@ -129,7 +129,7 @@ def linformer(tmp_path, **fields):
 @pytest.mark.parametrize("share", SHARING[:3])
 @torch.no_grad()
 def test_what_was_shared_may_part(share, tmp_path):
-    """From one projection for all to more of them, and to twice as many slots, it is the same function."""
+    """From one shared projection to several, and to twice as many slots, the function stays the same."""
     source = linformer(tmp_path)
     config = converted_config(tmp_path, share_projection=share, projected_dim=16, family="linformer")
     model, report = convert(tmp_path, config, return_report=True)
@@ -165,13 +165,13 @@ def test_what_falls_together_is_the_mean(tmp_path):
         else:
             expected = (parts["key"] + parts["value"]).mean((0, 1)) / 2
             actual = model.base_model.encoder.sequence_projection
-        # Neighbouring slots are one.
+        # Neighbouring slots are averaged.
         assert relative_error(actual.weight, expected.unflatten(0, (4, 2)).mean(1)) < 1e-6
 
 
 @torch.no_grad()
 def test_heads_may_differ_in_their_slots(tmp_path):
-    """From one number for all to twice as many for some, it is the same function; and back, for these."""
+    """From one number of slots to twice as many in some heads or layers, and back, the function stays the same."""
     source = linformer(tmp_path / "plain", share_projection="none")
     sizes = [[8, 16, 8, 24], [16, 8, 8, 8]]
     config = converted_config(tmp_path / "plain", "linformer", projected_dim=sizes)
@@ -182,7 +182,7 @@ def test_heads_may_differ_in_their_slots(tmp_path):
     model.save_pretrained(tmp_path / "by_head")
     config = converted_config(tmp_path / "by_head", "linformer", projected_dim=8)
     assert relative_error(convert(tmp_path / "by_head", config)(ids).logits, source(ids).logits) < 1e-6
-    # As a start, too: what is measured is what the model has.
+    # Also as a start: the measured errors are those of the model.
     sample = two_kinds_of_positions(tmp_path / "bert", alternating=True)
     sizes = [[4, 2, 6, 4], [2, 2, 2, 2]]
     config = converted_config(tmp_path / "bert", "linformer", projected_dim=sizes, share_projection="none")
@@ -209,7 +209,7 @@ def test_interpolated_columns_keep_their_sums(tmp_path):
         .attention.self.key_projection.weight
     )
     assert weight.shape == (8, 127)
-    # As sums of a stretched function: its ends have half a step less.
+    # The columns are integrals of an interpolated function, whose ends lack half a step.
     assert (weight.sum(dim=1) - 1).abs().max() < 0.05
 
 

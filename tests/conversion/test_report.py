@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says, and where."""
+"""The content of the report, and where it is written."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ def test_it_is_printed_and_saved(source, tmp_path):
     assert saved == json.loads(json.dumps(report.to_dict()))
     assert len(saved["origins"]) == len(report.origins) and saved["sample"] == "texts"
     printed = str(report)
-    # All but the positions and the two kernels.
+    # All except the positions and the two kernels.
     count = len(report.origins)
     assert f"NystromformerForMaskedLM from BertForMaskedLM: {count - 3} of {count} parameters copied" in printed
     assert "zero, to be trained: nystromformer.encoder.layer.*.attention.self.conv.weight" in printed
     short, long = report.differences
     assert (short.tokens, long.tokens) == (8, LENGTH) and f"{long.largest:.2e}" in printed
-    # Up to the landmarks it is the source; beyond, it is not.
+    # Up to `num_landmarks` tokens it agrees with the source, beyond it does not.
     assert short.largest < 1e-6 * short.scale < long.largest and short.agreement == 1.0
     _, quick = convert(source, config, return_report=True, compare=False)
     assert not quick.differences and quick.origins == report.origins
@@ -68,7 +68,7 @@ def test_rows_of_texts_have_the_special_tokens():
         sample.rows(2)
     with pytest.raises(ValueError, match="no tokens"):
         Sample.of_texts([""], bert_tokenizer())
-    # As often as there is text, within a bound.
+    # As many rows as the text has, up to a limit.
     assert len(Sample(torch.arange(1000), "token ids").rows(10, most_tokens=200)) == 20
     random = Sample.random(7, 1000, pad_token_id=3)
     assert set(random.tokens.tolist()) == {0, 1, 2, 4, 5, 6}

@@ -29,18 +29,18 @@ def rows(documents, causal):
 
 
 def encoded(text, tokenizer):
-    """A document as it is to stand in rows."""
+    """The expected tokens of a document in rows."""
     return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
 def predictions(row):
-    """Pairs of a token and the next, of one document."""
+    """Pairs of a token and the next one of the same document."""
     ids, starts = row["input_ids"].tolist(), set(row["document_starts"].tolist())
     return [(ids[i - 1], ids[i]) for i in range(1, len(ids)) if i not in starts]
 
 
 def test_a_prompt_is_not_ended(tokenizer, causal, tmp_path):
-    """Also after saving and loading; text and special tokens are the same otherwise."""
+    """Also after saving and loading; otherwise, text and special tokens are the same."""
     causal.save_pretrained(tmp_path)
     loaded = type(tokenizer).from_pretrained(tmp_path)
     expected = tokenizer("the mean value")["input_ids"][:-1]
@@ -79,7 +79,7 @@ def test_each_token_but_the_first_of_a_document_is_predicted_once(documents, row
 
 
 def test_rows_are_full(rows):
-    """But for the last of these few documents."""
+    """All except the last row of these few documents."""
     lengths = list(rows["length"])
     assert lengths == [len(row["input_ids"]) for row in rows]
     assert set(lengths[:-1]) == {BLOCK} and len(lengths) > 100
@@ -106,7 +106,7 @@ def test_cuts_at_any_place(lengths, block_size):
 
 
 def test_bytes_are_those_of_the_texts(tokenizer):
-    """Whether characters are several tokens or tokens several characters, and whatever stands around them."""
+    """With characters of several tokens, tokens of several characters, and spaces around them."""
     byte_level = byte_level_tokenizer(TEXTS)
     byte_level.eos_token = "</s>"
     for each in (tokenizer, byte_level):
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_the_texts(tokenizer):
 
 
 def test_bytes_of_rows_within_a_text():
-    """Characters of four tokens each: two in a row, and eos alone in the last."""
+    """Characters of four tokens each: two characters per row, and only eos in the last."""
     tokenizer = byte_level_tokenizer(["a"])
     tokenizer.eos_token = "</s>"
     rows = causal_dataset(Dataset.from_dict({"text": ["\U0001f600" * 20]}), causal_tokenizer(tokenizer), 9)
@@ -168,7 +168,7 @@ def make_stream(stream, tokenizer, **options):
 
 
 def test_a_stream_gives_the_rows_of_the_data_set(documents, stream, causal):
-    """Of an epoch, in another order."""
+    """The rows of an epoch are the same, in another order."""
     options = {"documents_of_a_batch": DOCUMENTS_OF_A_BATCH}
     loader = make_stream(stream, causal, **options)
     expected = sorted(row["input_ids"].tolist() for row in causal_dataset(documents, causal, BLOCK))
@@ -185,7 +185,7 @@ def test_a_stream_gives_the_rows_of_the_data_set(documents, stream, causal):
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_stream_goes_on_where_it_was_left(stream, causal, num_processes):
-    """Over the end of an epoch, too."""
+    """Also past the end of an epoch."""
     for index in range(num_processes):
         loader = make_stream(stream, causal)
         whole = list(islice(loader.steps(num_processes, index), 400))

@@ -78,7 +78,7 @@ def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
             r"rows\.jsonl, given by --test_file, cannot be read: .*label",
         ),
         ("rows.csv", b"text,label\na,1\nb,2,3\n", r"rows\.csv, line 3: 3 fields, but the header has 2"),
-        # pandas takes the first of three fields for an index, without a word.
+        # pandas takes the first of three fields as an index without a warning.
         ("rows.csv", b"text,label\na,1,2\nb,2,3\n", r"rows\.csv, line 2: 3 fields, but the header has 2"),
         ("rows.csv", b'text,label\n"a,1\nb,2\n', r"rows\.csv, line 3: unexpected end of data"),
         ("rows.csv", b"text,label\n", r"--test_file contain no rows"),
@@ -105,7 +105,7 @@ def test_faults_are_named(name, content, message, tmp_path):
 
 def test_a_missing_file_and_mixed_formats(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROWS)
-    with pytest.raises(FileNotFoundError, match=r"--train_file names .*absent\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"--train_file .*absent\.jsonl is not a file"):
         load_files([path, tmp_path / "absent.jsonl"])
     with pytest.raises(ValueError, match="must have one format"):
         load_files([path, write(tmp_path / "rows.csv", ROWS)])

@@ -8,7 +8,7 @@ from nystrom_models.data.glue import GLUE_TASKS, load_glue
 from nystrom_models.data.metrics import load_metric
 from nystrom_models.training import Goal
 
-# Of class 1: 2 found, 1 missed, 2 false; 3 others are right.
+# Class 1: 2 true positives, 1 false negative, 2 false positives; 3 true negatives.
 REFERENCES, PREDICTIONS = [1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 0, 0, 0]
 # Deviations from the means: (-3, -1, 1, 3) / 2 and (-3, -2, -1, 6).
 SCORES, PREDICTED_SCORES = [1, 2, 3, 4], [1, 2, 3, 10]
@@ -72,13 +72,13 @@ def test_unknown_metrics_are_refused():
 def test_the_nine_tasks():
     assert GLUE_TASKS.keys() == BY_HAND.keys() - {"classification", "regression"}
     files = {name for task in GLUE_TASKS.values() for name in task.prediction_files.values()}
-    # The names that the benchmark's server takes.
+    # The names that the benchmark's server accepts.
     assert files == {f"{name}.tsv" for name in "CoLA SST-2 MRPC QQP STS-B MNLI-m MNLI-mm QNLI RTE WNLI AX".split()}
     assert [name for name, task in GLUE_TASKS.items() if task.regression] == ["stsb"]
 
 
 def test_load_glue(tmp_path, monkeypatch):
-    # A folder of the repository's name is read in its place.
+    # A folder with the repository's name is read instead.
     folder = tmp_path / "nyu-mll" / "glue"
     folder.mkdir(parents=True)
     splits = ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLUE's own .tsv files, of which each task has others; made up here, in the very layout."""
+"""GLUE's own .tsv files, in a different layout for each task; these files are invented, with the same layouts."""
 
 import json
 
@@ -11,7 +11,7 @@ from nystrom_models.data.glue_files import find_glue_files, load_glue_files
 PARSES = ["sentence1_binary_parse", "sentence2_binary_parse", "sentence1_parse", "sentence2_parse"]
 MNLI = ["index", "promptID", "pairID", "genre", *PARSES, "sentence1", "sentence2"]
 STSB = ["index", "genre", "filename", "year", "old_index", "source1", "source2", "sentence1", "sentence2"]
-# Headers of the files to train or validate on and of those to predict; CoLA's first has none.
+# Headers of the labelled files and of the test files; CoLA's labelled files have none.
 HEADERS = {
     "cola": (None, ["index", "sentence"]),
     "sst2": (["sentence", "label"], ["index", "sentence"]),
@@ -28,7 +28,7 @@ HEADERS = {
 }
 FOLDERS = {"cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "qqp": "QQP", "stsb": "STS-B", "mnli": "MNLI"}
 FOLDERS |= {"qnli": "QNLI", "rte": "RTE", "wnli": "WNLI"}
-# Texts that a reader of CSV files would spoil.
+# Texts that a reader of CSV files would change.
 FIRST = ['He said "no.', '"Yes" and', "NA", 'a "', "12"]
 SECOND = ["the end", 'of it"', "null", "", "3.5"]
 TEXTS = {"sentence": FIRST, "sentence1": FIRST, "#1 String": FIRST, "question1": FIRST, "question": FIRST}
@@ -70,7 +70,7 @@ def write(path, rows, bom=False):
 
 @pytest.fixture(scope="session")
 def glue(tmp_path_factory):
-    """A folder as GLUE gives it."""
+    """A folder in GLUE's own layout."""
     root = tmp_path_factory.mktemp("glue_data")
     for task, folder in FOLDERS.items():
         for name, test in (("train", False), ("dev", False), ("test", True)):
@@ -103,7 +103,7 @@ def test_the_files_of_a_task(task, glue):
 
 
 def test_other_formats_and_names_are_found_and_read(tmp_path):
-    """As data sets of the Hub are kept: by the task's name, with the usual columns."""
+    """Like data sets saved from the Hub: with the task's name and the usual columns."""
     folder = tmp_path / "stsb"
     folder.mkdir()
     rows = [{"sentence1": "a", "sentence2": "b", "label": 3, "idx": 0}]
@@ -131,7 +131,7 @@ def test_faults_are_named(glue, tmp_path):
         load_glue_files("rte", [write(tmp_path / "rte.tsv", [*rows[:2], rows[2][:2], *rows[3:]])])
     with pytest.raises(ValueError, match=r"empty\.tsv contains no rows"):
         load_glue_files("sst2", [write(tmp_path / "empty.tsv", lines("sst2", False)[:1])])
-    with pytest.raises(FileNotFoundError, match="--test_file names nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"--test_file nowhere\.tsv is not a file"):
         load_glue_files("sst2", ["nowhere.tsv"], "--test_file")
     with pytest.raises(FileNotFoundError, match="not a folder"):
         find_glue_files(tmp_path / "nowhere", "sst2")

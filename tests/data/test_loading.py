@@ -15,7 +15,7 @@ LENGTHS = random.Random(0).choices(range(1, 200), k=1003)
 
 
 def collate(rows):
-    """A batch that says what it is made of."""
+    """A batch that contains the numbers of its rows."""
     return {name: torch.tensor([row[name] for row in rows]) for name in ("id", "epoch", "length")}
 
 
@@ -38,7 +38,7 @@ def rows_of(step):
 
 def test_every_row_once_an_epoch_without_a_gap():
     loader = RowLoader(dataset(), collate, 16)
-    seen = [pair for step in steps(loader, 126) for pair in rows_of(step)]  # 2,016 rows: two epochs and some
+    seen = [pair for step in steps(loader, 126) for pair in rows_of(step)]  # 2,016 rows: more than two epochs
     by_epoch = [sorted(row for epoch, row in seen if epoch == number) for number in (0, 1)]
     assert by_epoch == [list(range(1003))] * 2
     assert all(len(rows_of(step)) == 16 for step in steps(loader, 126))
@@ -89,7 +89,7 @@ def test_the_rows_of_a_step_do_not_depend_on_its_division(tokens_per_step):
     grouped=st.booleans(),
 )
 def test_steps_of_tokens(lengths, tokens, first, processes, grouped):
-    """All rows once an epoch, in steps of about as many tokens; resuming anywhere gives the same steps."""
+    """Every row once per epoch, in steps with about the same number of tokens; resuming gives the same steps."""
     loader = RowLoader(dataset(lengths), collate, 4, tokens_per_step=tokens, group_by_length=grouped)
     plans = [list(islice(loader._plans(processes, rank, 0), 30)) for rank in range(processes)]
     seen, total = [], sum(lengths)
@@ -114,7 +114,7 @@ def test_steps_of_tokens(lengths, tokens, first, processes, grouped):
 
 def test_steps_of_rows_of_one_length_have_as_many_tokens():
     loader = RowLoader(dataset(), collate, 64, tokens_per_step=2000, group_by_length=True)
-    # Two epochs but for the last steps, which are smaller or larger.
+    # Two epochs without their last steps, which are smaller or larger.
     lengths = [np.concatenate([batch["length"] for batch in step.batches]) for step in steps(loader, 96)]
     tokens = np.array([step.sum() for step in lengths])
     assert np.std(tokens) / np.mean(tokens) < 0.05 and abs(np.mean(tokens) - 2000) < 50
@@ -132,7 +132,7 @@ def test_it_goes_on_from_any_position(num_workers):
     position = steps(loader, 131, 2, 1)[-1].position
     assert position == {"rows": 131 * 16}
     assert [rows_of(step) for step in steps(loader, 129, 2, 1, position)] == whole[131:]
-    # Another number of processes, and another micro-batch, take the same rows together.
+    # With another number of processes or another micro-batch size, a step has the same rows.
     elsewhere = RowLoader(dataset(), collate, 16)
     others = [rows_of(step) for step in steps(loader, 129, 2, 0, position)]
     for one, first, second in zip(steps(elsewhere, 129, position=position), others, whole[131:], strict=True):
@@ -178,7 +178,7 @@ def test_classification_rows(tokenizer):
     rows = Dataset.from_dict({"text": ["the mean", "value " * 50], "label": ["b", "a"]})
     encoded = classification_dataset(rows, tokenizer, 16, label_names=["a", "b"])
     assert encoded["labels"] == [1, 0] and encoded["length"][1] == 16 and encoded["index"] == [0, 1]
-    with pytest.raises(ValueError, match=r"holds \['b'\]"):
+    with pytest.raises(ValueError, match=r"contains \['b'\]"):
         classification_dataset(rows, tokenizer, 16, label_names=["a"])
     with pytest.raises(ValueError, match="has no column 'category'"):
         classification_dataset(rows, tokenizer, 16, label_column="category")

@@ -82,7 +82,7 @@ def test_masking_statistics(rows, tokenizer):
     ordinary = original >= len(tokenizer.all_special_ids)
     assert not (predicted & ~ordinary).any(), "a special token is to be predicted"
     assert predicted.any(dim=1).all(), "a row has nothing to predict"
-    # Rows of a few tokens always predict one, and so predict more than their share.
+    # Short rows always predict at least one token, which is more than the given share.
     long = ordinary.sum(1) >= 30
     assert within(predicted[long].sum() / ordinary[long].sum(), 0.15, int(ordinary[long].sum()))
     replaced = batch["input_ids"][predicted]
@@ -131,13 +131,13 @@ def test_everything_depends_on_seed_epoch_and_row_alone(rows, tokenizer):
     later = made(collator, chosen)
     assert sum(a[0] != b[0] for a, b in zip(later, together, strict=True)) > 8
     assert sum(a[1] != b[1] for a, b in zip(later, together, strict=True)) > 3
-    # A row's own epoch goes before that of the collator.
+    # A row's own epoch takes precedence over that of the collator.
     assert made(collator, [{**row, "epoch": 0} for row in chosen]) == together
     assert made(PretrainingCollator(tokenizer, seed=4), chosen) != together
 
 
 def test_other_templates_and_padding():
-    """RoBERTa's, which has two tokens between segments and one token type; padded on the left."""
+    """RoBERTa's template has two tokens between segments and one token type; with padding on the left."""
     tokenizer = byte_level_tokenizer(["One sentence. Another one."])
     tokenizer.padding_side = "left"
     rows = pretraining_dataset(Dataset.from_dict({"text": ["One sentence. Another one.", "One."]}), tokenizer, 64)
@@ -165,8 +165,8 @@ def test_bad_probabilities(options, message, tokenizer):
 
 
 def test_it_is_faster_than_the_collator_of_transformers():
-    """As `python -m benchmarks collators` measures it: 2.5 times as fast as their fastest form. What other processes
-    disturb least is the shortest of several interleaved rounds."""
+    """In `python -m benchmarks collators` ours is 2.5 times as fast as their fastest. The minimum of several
+    interleaved rounds depends least on other processes."""
     makers = batch_makers(batch_size=32, length=512)
     seconds = dict.fromkeys(makers, math.inf)
     for _ in range(12):

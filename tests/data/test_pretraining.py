@@ -23,7 +23,7 @@ def tokens_of(text, tokenizer):
 
 
 def byte_level_tokenizer(texts, add_prefix_space=False):
-    """A tokenizer as RoBERTa has one: a word begins with the space before it, a character may be several tokens."""
+    """A tokenizer like RoBERTa's: a word begins with the space before it, a character may be several tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     bpe.decoder = decoders.ByteLevel()
@@ -47,7 +47,7 @@ def test_rows_follow_each_other_and_lose_nothing(documents, rows, tokenizer):
 
 
 def test_rows_are_full_but_for_the_last_of_a_document(tokenizer):
-    """Whatever the lengths of sentences: a row ends between words."""
+    """With any lengths of sentences, a row ends between words."""
     text = " ".join(f"Sentence {i} about the compute data of the default dtype." for i in range(300))
     rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0, with_word_starts=True)
     lengths = np.array(rows["length"])[:-1]
@@ -64,7 +64,7 @@ def test_sentences_begin_where_the_row_says(rows, tokenizer):
         for start in starts:
             assert tokenizer.decode(ids[start:]).startswith("sentence")
             checked += 1
-        # Every beginning but that at the row's own is named.
+        # Every beginning is stored, except at the beginning of the row.
         assert len(re.findall("sentence", tokenizer.decode(ids[1:]))) == len(starts)
     assert checked > 500
 

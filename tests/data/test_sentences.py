@@ -18,7 +18,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("language", TEXTS)
 def test_sentences_of_any_script(language):
-    """Told apart without knowing the language."""
+    """Sentences are split without knowing the language."""
     between = "" if language == "ja" else " "
     assert split_sentences(between.join(TEXTS[language])) == TEXTS[language]
 

@@ -14,7 +14,7 @@ DOCUMENTS = 111
 
 
 def build(documents, numbers):
-    """One to four rows a document; the long ones stand together, as books among notes."""
+    """One to four rows per document, with the long documents next to each other."""
     rows = {"input_ids": [], "index": []}
     for number in numbers:
         for part in range(1 + number % 3 + 9 * (number % 40 == 0)):
@@ -62,7 +62,7 @@ def test_lanes_share_the_documents_and_go_on_from_any_row(stream, num_lanes):
         lane = Lane(stream, build, number, num_lanes, 20, 0)
         whole = list(lane.rows(0))
         seen += [row["index"] for row, _ in whole]
-        # From a state, and from a state that a lane gave which itself went on from one.
+        # Continued from a state, and from a state of a lane that was itself continued from a state.
         for first, second in ((0, 1), (7, 20), (25, 3), (len(whole) - 2, 1)):
             state = json.loads(json.dumps(whole[first][1]))
             rest = list(lane.rows(0, state))
@@ -120,7 +120,7 @@ def test_every_row_once_an_epoch_and_exactly_resumed(stream, num_workers):
 
 
 def test_lanes_of_two_processes_go_on_in_one(stream):
-    """The steps hold the same rows; here both lanes are read by one process from the beginning, too."""
+    """The steps have the same rows, also if one process reads both lanes from the beginning."""
     position = {"epoch": 0, "num_lanes": 2, "lanes": {}}
     _, steps = one_process(stream, 60, position)
     seen = [pair for step in steps for pair in rows_of(step)]

@@ -46,7 +46,7 @@ def test_nothing_to_train_from():
 
 
 def test_the_same_texts_give_the_same_vocabulary():
-    """With many ties between merges, and with characters that stand at the beginning of words alone."""
+    """With many ties between merges, and with characters that occur only at the beginning of words."""
     words = ["".join(random.Random(i).choices("abcdefghijklé中", k=5)) for i in range(60)]
     texts = [f"({' '.join(words)})", "Żółw x"]
     vocabularies = [

@@ -13,7 +13,7 @@ from onnxruntime.quantization import quantize_dynamic
 from nystrom_models.deployment import compare_onnx, export_onnx
 from tests.models.options import make_model, relative_error
 
-# One family is exported with every change; an export takes ten seconds.
+# Only one family is exported in each test run, because an export takes ten seconds.
 FAMILIES = (
     "nystromformer-landmarks",
     pytest.param("linformer-layerwise", marks=pytest.mark.slow),
@@ -23,7 +23,7 @@ INPUT_NAMES = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def small(option, head, **fields):
-    """One layer and two steps of the pseudo-inverse show all there is: an export takes seconds."""
+    """One layer and two steps of the pseudo-inverse are enough: an export takes seconds."""
     return make_model(
         option, head, num_hidden_layers=1, **({"pinv_iterations": 2} if "landmarks" in option else {}), **fields
     )
@@ -65,7 +65,7 @@ def test_the_same_logits_at_any_shape_and_mask(exported):
                 actual, valid = torch.from_numpy(actual), mask.bool()
                 assert actual.shape == expected.shape
                 assert relative_error(actual[valid], expected[valid]) < 1e-5, (length, batch, kind)
-    # A row of padding alone is finite, and a row that is too long is refused.
+    # A row of only padding gives finite values, and a row that is too long is refused.
     ids = torch.randint(3, 99, (2, 20))
     assert run(path, {"input_ids": ids, "attention_mask": 0 * ids, "token_type_ids": 0 * ids}).isfinite().all()
     ids = torch.ones(1, 65, dtype=torch.long)
@@ -91,7 +91,7 @@ def test_comparison_sees_what_differs(exported):
     assert compare_onnx(model, path) < 1e-5
     other = copy.deepcopy(model)
     with torch.no_grad():
-        # What only long rows meet.
+        # Code that only long rows reach.
         other.base_model.embeddings.position_embeddings.weight[42:].mul_(-1)
     assert compare_onnx(other, path, lengths=[37]) < 1e-5
     assert compare_onnx(other, path) > 1e-2
@@ -139,7 +139,7 @@ def test_what_cannot_be_exported_is_refused(change, arguments, message, tmp_path
 def rows_to_count(count, seed):
     """Rows of 10 to 32 tokens, padded on the left; the class is whether more of them are odd than even.
 
-    In many rows the counts are about equal: answers that a small error can turn.
+    In many rows the counts are about equal, so that a small error can change the predicted class.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 11, (count, 32), generator=generator)
@@ -155,7 +155,7 @@ def test_int8_accuracy_is_within_two_points_of_float32(option, tmp_path):
     model = small(option, "ForSequenceClassification", num_labels=2).train()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.div_(3 if parameter.dim() > 1 else 1)  # back to the size that trains
+            parameter.div_(3 if parameter.dim() > 1 else 1)  # back to the size for training
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     inputs, labels = rows_to_count(60 * 32, seed=0)
     for step in range(60):
@@ -167,7 +167,8 @@ def test_int8_accuracy_is_within_two_points_of_float32(option, tmp_path):
     path, quantized_path = tmp_path / "model.onnx", tmp_path / "model_quantized.onnx"
     export_onnx(model.eval(), path)
     quantize_dynamic(path, quantized_path, per_channel=True, reduce_range=True)  # the README's call
-    assert os.path.getsize(quantized_path) < 0.75 * os.path.getsize(path)  # the graph itself is a large part of it
+    # The graph itself is a large part of the file.
+    assert os.path.getsize(quantized_path) < 0.75 * os.path.getsize(path)
 
     inputs, labels = rows_to_count(1000, seed=1)
     with torch.no_grad():
@@ -175,6 +176,6 @@ def test_int8_accuracy_is_within_two_points_of_float32(option, tmp_path):
     exact, quantized = run(path, inputs), run(quantized_path, inputs)
     assert relative_error(exact, expected) < 1e-5
     accuracy, int8_accuracy = ((logits.argmax(-1) == labels).float().mean().item() for logits in (exact, quantized))
-    assert accuracy > 0.85  # a constant answer has about half of them right
+    assert accuracy > 0.85  # a constant prediction has an accuracy of about 0.5
     assert abs(int8_accuracy - accuracy) <= 0.02
     assert relative_error(quantized, expected) < 0.1

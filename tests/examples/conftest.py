@@ -29,13 +29,13 @@ def write_rows(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def filler():
-    """A function that gives random text of so many words, for each number another one."""
+    """A function that returns random text with a given number of words, different for each seed."""
     return lambda length, number: " ".join(random.Random(number).choices(WORDS, k=length))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A small model, as pretraining leaves one, whose tokens are whole words."""
+    """A small model as pretraining saves it, whose tokens are whole words."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = train_tokenizer([" ".join(WORDS), "good bad"] * 9, 300, model_max_length=64, show_progress=False)
     config = NystromformerConfig(

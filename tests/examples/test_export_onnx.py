@@ -30,7 +30,7 @@ def test_a_classifier_is_exported_quantized_and_evaluated(classifier, filler, wr
     inputs = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits
-    # Labels that the model gets right, but for five.
+    # Labels that the model predicts correctly, except five.
     labels = [["bad", "good"][(i < 5) ^ answer] for i, answer in enumerate(logits.argmax(-1).tolist())]
     file = write_rows([{"verdict": label, "review": text} for label, text in zip(labels, texts, strict=True)])
 
@@ -57,7 +57,7 @@ def test_a_classifier_is_exported_quantized_and_evaluated(classifier, filler, wr
     table = capsys.readouterr().out
     assert "ms at 6" in table and "ms at 40" in table and "75.0%" in table
 
-    # The folder alone is enough, and takes what the tokenizer gives.
+    # The folder is enough, and takes the inputs that the tokenizer returns.
     session = onnxruntime.InferenceSession(folder / "model.onnx")
     arrays = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="np")
     assert torch.allclose(torch.from_numpy(session.run(["logits"], dict(arrays))[0]), logits, atol=1e-5)

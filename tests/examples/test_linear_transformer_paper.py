@@ -10,7 +10,7 @@ SMALL = ["--hidden_size", "32", "--num_hidden_layers", "2", "--num_attention_hea
 
 
 def test_copying_is_learned_and_plotted(tmp_path):
-    """Two symbols to copy: from guessing to knowing."""
+    """With two symbols to copy, the loss falls from that of guessing to nearly zero."""
     command = ["copy", "--output_dir", str(tmp_path), "--length", "6", "--max_train_steps", "250", *SMALL]
     results = paper.main(command)
     assert (tmp_path / "copy.png").read_bytes().startswith(b"\x89PNG")

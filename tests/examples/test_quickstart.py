@@ -90,7 +90,7 @@ def test_figures_are_those_of_the_saved_models_on_the_held_out_documents(family,
 
 @pytest.mark.parametrize("family", ["nystromformer", "linformer"])
 def test_models_learn(family, run):
-    """Losses fall. On held-out documents, models of so few steps are no better than a constant answer."""
+    """Losses fall. After so few steps, scores on held-out documents are no better than a constant prediction."""
     for part, name, fall in (("pretrained", "mlm_loss", 0.7), ("classifier", "loss", 0.05)):
         history = read_history(run[0] / family / part)
         losses = [row[name] for row in history if name in row]
@@ -121,7 +121,7 @@ def test_checkpoints_are_loaded_by_the_auto_classes(run, family, model_class):
 
 
 def test_rows_are_longer_than_the_landmarks(run, documents):
-    """So that it is the approximation that trains, and not exact attention."""
+    """Rows are longer than the landmarks, so that the approximation is trained and not exact attention."""
     defaults = quickstart.QuickstartArguments()
     tokenizer = AutoTokenizer.from_pretrained(run[0] / "tokenizer")
     tokenizer.model_max_length = defaults.max_length

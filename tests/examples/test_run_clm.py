@@ -35,7 +35,7 @@ OPTIONS += " --block_size 48 --validation_split_percentage 20"
 
 
 def document(number):
-    """Sentences in which each animal and each place is told twice."""
+    """Sentences that name each animal and each place twice."""
     choices = random.Random(number).choices
     animals, places = choices("cat dog cow hen fox".split(), k=3), choices("barn yard field".split(), k=2)
     return " ".join(
@@ -52,7 +52,7 @@ DOCUMENTS = list(dict.fromkeys(document(i) for i in range(200)))[:150]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A text file of documents between blank lines, tokenizers in the manner of BERT and of GPT-2, a configuration."""
+    """A text file of documents separated by blank lines, tokenizers like BERT's and GPT-2's, and a configuration."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "train.txt").write_text("\n\n".join(DOCUMENTS) + "\n", encoding="utf-8")
     options = ["--train_file", f"{folder}/train.txt", "--vocab_size", "300", "--max_length", "64"]
@@ -74,7 +74,7 @@ def history(output):
 
 
 def run(corpus, output, *options, steps=10):
-    # Accelerate keeps the precision of a process; each run here is one of its own.
+    # Accelerate keeps the precision for the whole process, so it is reset for each run.
     AcceleratorState._reset_state(reset_partial_state=True)
     return run_clm.main(arguments(corpus, output, *options, steps=steps)), history(output)
 
@@ -119,7 +119,7 @@ def test_it_learns_and_leaves_everything(trained):
 
 @torch.no_grad()
 def test_scores_are_those_of_the_held_out_documents_alone(trained, corpus):
-    """Each read from its beginning, in parts of 48 tokens: no other document matters, and all bytes count."""
+    """Each document is scored alone, in parts of 48 tokens: the scores agree, and all bytes are counted."""
     output, results, _ = trained
     options = run_clm.CausalArguments(
         output_dir=str(output), config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"]
@@ -152,10 +152,10 @@ def test_scores_are_those_of_the_held_out_documents_alone(trained, corpus):
 def test_the_pipeline_generates(trained):
     generate = hf_pipeline("text-generation", model=str(trained[0]))
     [answer] = generate("First the fox was", max_new_tokens=40, do_sample=False)
-    # WordPiece does not tell whether a space comes before a piece that begins a word.
+    # WordPiece does not store whether a space precedes a piece that begins a word.
     space = "" if trained[0].name == "wordpiece" else " "
     assert answer["generated_text"].startswith(f"First the fox was{space}seen in the")
-    assert len(generate.tokenizer(answer["generated_text"])["input_ids"]) < 40  # it has learned where a document ends
+    assert len(generate.tokenizer(answer["generated_text"])["input_ids"]) < 40  # it has learned to end a document
     together = generate(["First", "Then the cow came"], max_new_tokens=8, do_sample=False, batch_size=2)
     assert together[1] == generate(["Then the cow came"], max_new_tokens=8, do_sample=False)[0]
 
@@ -177,7 +177,7 @@ def test_a_model_is_evaluated_and_trained_on(trained, corpus, tmp_path):
     "streaming", [pytest.param(False, id="rows", marks=pytest.mark.slow), pytest.param(True, id="stream")]
 )
 def test_a_run_killed_and_resumed_is_the_unstopped_one(streaming, corpus, tmp_path):
-    """In a process of its own, over the end of an epoch; weights bit for bit."""
+    """In a separate process, past the end of an epoch; the weights are bitwise equal."""
     options = ["--checkpointing_steps", "4", "--logging_steps", "1", "--max_train_samples", "60"]
     options += ["--streaming", "--max_eval_samples", "10"] if streaming else ["--eval_strategy", "no"]
     run(corpus, tmp_path / "whole", *options, steps=12)

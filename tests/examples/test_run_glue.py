@@ -36,7 +36,7 @@ def run(checkpoint, folder, *options):
 
 @pytest.fixture(scope="module")
 def pairs(filler):
-    """Rows that are paraphrases where the first sentence is good."""
+    """Rows that are paraphrases if the first sentence contains "good"."""
 
     def make(size, hidden=False):
         rows = []
@@ -87,7 +87,7 @@ def test_two_processes_give_what_one_gives(mrpc, checkpoint, tmp_path):
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     half = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "5"]
-    # As the README says it, and no more: on a CPU, Accelerate by itself would train two models into one folder.
+    # With only the flags of the README. On a CPU, Accelerate alone would train two models and write to one folder.
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     environment.pop("ACCELERATE_USE_CPU", None)
     subprocess.run(
@@ -161,7 +161,7 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         file,
     )
     assert results["validation"]["pearson"] > 0.95
-    assert results["validation"]["loss"] < 2  # of a constant: 5.1
+    assert results["validation"]["loss"] < 2  # a constant prediction: 5.1
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "output").config.num_labels == 1
     lines = (tmp_path / "output" / "STS-B.tsv").read_text().splitlines()[1:]
     scores = [float(line.split("\t")[1]) for line in lines]
@@ -242,7 +242,7 @@ def test_a_grid_over_rates_and_seeds(checkpoint, pairs, write_rows, tmp_path, ca
     assert good["validation"]["accuracy"]["std"] == pytest.approx(abs(runs[0] - runs[1]) / 2**0.5)
     assert "* learning_rate=0.004: accuracy" in capsys.readouterr().out
     assert outcome["best_run"] in good["runs"] and outcome["metric"] == "combined_score"
-    # Run again with one more rate: what is finished is not repeated.
+    # Run again with one more learning rate: finished runs are not repeated.
     finished = tmp_path / "output" / good["runs"][1] / "model.safetensors"
     before = finished.stat().st_mtime_ns
     again, _ = run(checkpoint, tmp_path, *options[:-2], "learning_rate=4e-3,1e-3", "seed=0,1")
@@ -252,7 +252,7 @@ def test_a_grid_over_rates_and_seeds(checkpoint, pairs, write_rows, tmp_path, ca
 
 
 def test_a_grid_does_not_take_over_results_of_other_flags_or_data(checkpoint, pairs, write_rows, tmp_path, capsys):
-    """As those of a smoke run; nor those of a file or a model that has changed since."""
+    """Results of a smaller run, or of a file or a model that has changed since, are not reused."""
     model = shutil.copytree(checkpoint, tmp_path / "model")
     rows = write_rows(pairs(64))
     options = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows, "--max_train_steps", "2"]
@@ -288,7 +288,7 @@ def test_the_best_point_of_a_regression_is_that_of_the_least_error(checkpoint, w
 
 @pytest.mark.slow
 def test_a_grid_on_two_processes(checkpoint, pairs, write_rows, tmp_path):
-    """One table, one file, one folder a run; resumed where it was, without what is finished."""
+    """One table, one file, and a folder for each run; when resumed, finished runs are not repeated."""
     rows = write_rows(pairs(64))
     options = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows, "--max_train_steps", "4"]
     arguments = ["--model_name_or_path", checkpoint, "--output_dir", f"{tmp_path}/two", "--cache_dir", f"{tmp_path}/c"]
@@ -314,7 +314,7 @@ def test_a_wrong_grid_is_named(grid, message, checkpoint, pairs, write_rows, tmp
 
 
 def test_a_task_from_glues_own_files(checkpoint, glue, tmp_path):  # noqa: F811
-    """CoLA: without a header, with quotes that are text."""
+    """CoLA: files without a header, in which quotes are text."""
     folder = glue / "CoLA"
     files = ["--train_file", f"{folder}/train.tsv", "--validation_file", f"{folder}/dev.tsv"]
     files += ["--test_file", f"{folder}/test.tsv"]
@@ -338,7 +338,7 @@ def test_all_tasks_and_their_average(checkpoint, glue, tmp_path, capsys):  # noq
     assert scores["mnli"] == (mnli["validation_matched/accuracy"] + mnli["validation_mismatched/accuracy"]) / 2
     assert results["average"] == pytest.approx(sum(scores.values()) / 9)
     assert f"average {100 * results['average']:.1f}" in capsys.readouterr().out
-    # All files of a submission, the diagnostic set by the model of MNLI.
+    # All files of a submission; the model of MNLI predicts the diagnostic set.
     names = {file for task in GLUE_TASKS.values() for file in task.prediction_files.values()}
     submission = {path.name: path.read_text().splitlines() for path in (tmp_path / "output" / "submission").iterdir()}
     assert submission.keys() == names and {len(lines) for lines in submission.values()} == {6}
@@ -380,7 +380,7 @@ def test_a_finished_model_is_scored_and_predicts_without_training(mrpc, checkpoi
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "turned")
     turned, _ = run(str(tmp_path / "turned"), tmp_path / "again", "--task_name", "mrpc", *files, "--no_do_train")
     assert turned["validation"] == pytest.approx(results["validation"], rel=1e-5)
-    # What was never fine-tuned would only give noise.
+    # A model that was not fine-tuned would predict at random.
     with pytest.raises(ValueError, match=r"--no_do_train needs a model that was fine-tuned.*classifier"):
         run(checkpoint, tmp_path, "--task_name", "mrpc", *files, "--no_do_train")
 
@@ -426,7 +426,7 @@ def test_the_best_model_is_left_and_training_ends_early(checkpoint, pairs, write
 
 @pytest.fixture
 def remote_model(checkpoint, tmp_path):
-    """A model whose code lies beside its weights."""
+    """A model whose code is in the folder of its weights."""
     folder = tmp_path / "remote"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.save_pretrained(folder)
@@ -448,7 +448,7 @@ def remote_model(checkpoint, tmp_path):
 
 
 def test_a_model_with_code_of_its_own(remote_model, pairs, write_rows, tmp_path):
-    """It is run if that is allowed; such a model gets no card of ours."""
+    """The code runs only if it is allowed; such a model gets no model card of this package."""
     files = ["--train_file", write_rows(pairs(32)), "--validation_file", write_rows(pairs(16))]
     options = ["--task_name", "mrpc", *files, "--max_train_steps", "2"]
     with pytest.raises(ValueError, match="trust_remote_code"):

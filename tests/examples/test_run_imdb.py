@@ -15,7 +15,7 @@ def run(checkpoint, folder, *options):
 
 @pytest.fixture(scope="module")
 def reviews(filler, write_rows):
-    """A file of reviews, negative then positive, whose verdict stands at the end of 40 words."""
+    """A file of reviews, negative then positive, whose verdict is at the end of 40 words."""
 
     def make(size):
         verdicts = ["bad"] * (size // 2) + ["good"] * (size // 2)

@@ -38,7 +38,7 @@ OPTIONS += "--max_length 48 --validation_split_percentage 20".split()
 
 
 def document(number):
-    """Sentences whose last words follow from their first, and whose order tells."""
+    """Sentences whose last words follow from the first ones, in an order that can be learned."""
     choices = random.Random(number).choices
     animals, places = choices("cat dog cow hen fox".split(), k=4), choices("barn yard field".split(), k=2)
     return "\n".join(
@@ -55,7 +55,7 @@ DOCUMENTS = list(dict.fromkeys(document(i) for i in range(200)))[:150]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A text file of documents between blank lines, a tokenizer, and a configuration of either family."""
+    """A text file of documents separated by blank lines, a tokenizer, and a configuration of each family."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "train.txt").write_text("\n\n".join(DOCUMENTS) + "\n", encoding="utf-8")
     options = ["--train_file", f"{folder}/train.txt", "--vocab_size", "200", "--max_length", "64"]
@@ -73,7 +73,7 @@ def corpus(tmp_path_factory):
 def run(corpus, output, *options, family="nystromformer", steps=10):
     paths = ["--config_name", f"{corpus}/{family}.json", "--tokenizer_name", f"{corpus}/tokenizer"]
     paths += ["--train_file", f"{corpus}/train.txt", "--cache_dir", f"{corpus}/cache", "--output_dir", str(output)]
-    # Accelerate keeps the precision of a process; each run here is one of its own.
+    # Accelerate keeps the precision for the whole process, so it is reset for each run.
     AcceleratorState._reset_state(reset_partial_state=True)
     results = run_pretraining.main([*paths, *OPTIONS, "--max_train_steps", str(steps), *options])
     return results, [json.loads(line) for line in Path(output, "history.jsonl").read_text().splitlines()]
@@ -116,7 +116,7 @@ def test_scores_are_those_of_the_saved_model_on_the_held_out_documents(trained, 
     }
     tokenizer = AutoTokenizer.from_pretrained(output)
     examples = pretraining_dataset(documents["validation"], tokenizer, 48)
-    # Masked at 15 %, whatever the run was trained at: figures of different runs compare.
+    # Masked at 15 %, independent of the training, so that figures of different runs are comparable.
     loader = eval_dataloader(examples, PretrainingCollator(tokenizer, 0.15), 7)
     scores = held_out_scores(create_accelerator(cpu=True), AutoModelForPreTraining.from_pretrained(output), loader)
     assert scores == pytest.approx(results["validation"], rel=1e-5)
@@ -142,7 +142,7 @@ def test_tensorboard_gets_the_figures(trained):
     logged = {tag: [scalar.step for scalar in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert logged["mlm_loss"] == [*range(5, 251, 5)] and logged["eval_sop_accuracy"] == [100, 200, 250]
     assert logged["grad_norm"] == logged["mlm_loss"]
-    # Numbers are numbers, by which a sweep can be sorted; places of this machine are nobody's business.
+    # Numbers stay numbers, so that a sweep can be sorted; paths of this machine are not logged.
     [path] = folder.glob("*/hparams.yml")
     hyperparameters = yaml.safe_load(path.read_text())
     assert hyperparameters["learning_rate"] == 3e-3 and hyperparameters["max_length"] == 48
@@ -150,7 +150,7 @@ def test_tensorboard_gets_the_figures(trained):
 
 
 def test_a_stream_is_trained_on_and_resumed(corpus, tmp_path):
-    """Also over the end of an epoch, which a stream does not announce: 20 documents are few steps."""
+    """Also past the end of an epoch, which is unknown for a stream: 20 documents are few steps."""
     options = ["--streaming", "--max_eval_samples", "10", "--max_train_samples", "40", "--checkpointing_steps", "9"]
     _, whole = run(corpus, tmp_path, *options, steps=20)
     _, resumed = run(corpus, tmp_path, *options, "--resume_from_checkpoint", f"{tmp_path}/checkpoint-9", steps=20)
@@ -200,14 +200,14 @@ def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
     else:
         assert losses(history) == pytest.approx(losses(plain), rel=tolerance, abs=0)
         assert len(history) == 3
-    # Whatever was wrapped around it, what is left is a model.
+    # The saved model has none of the wrappers.
     model, info = AutoModelForPreTraining.from_pretrained(tmp_path / "option", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     trained = AutoModelForPreTraining.from_pretrained(tmp_path / "plain").state_dict()
     for name, weight in model.state_dict().items():
         if tolerance == 0:
             torch.testing.assert_close(weight, trained[name], msg=name)
-    if "--torch_compile" in options:  # a checkpoint, too, also for a process without a compiler
+    if "--torch_compile" in options:  # also from a checkpoint, and in a process without a compiler
         resume = ["--resume_from_checkpoint", f"{tmp_path}/option/checkpoint-5"]
         _, resumed = run(corpus, tmp_path / "option", *quiet, *resume)
         assert losses(resumed) == pytest.approx(losses(plain), rel=tolerance)
@@ -230,7 +230,7 @@ def test_steps_of_tokens(corpus, tmp_path, capsys):
 
 
 def test_schedules_of_transformers(corpus, tmp_path):
-    """`warmup_stable_decay` makes a longer run of a shorter one without a jump."""
+    """With `warmup_stable_decay`, a run can be made longer without a jump of the learning rate."""
     options = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", '{"num_decay_steps": 5}']
     options += [
         "--num_warmup_steps",
@@ -264,7 +264,7 @@ def test_a_model_is_evaluated_without_training(trained, corpus, tmp_path):
 
 
 def test_texts_without_an_order_are_refused_and_others_measured(corpus, tmp_path, capsys):
-    """Of one sentence each; Russian ones, and lower-cased, have theirs."""
+    """A warning for documents of one sentence each; Russian and lower-cased documents have sentences."""
     texts = {
         "one": ["Return the mean", "no end of it", "one more"] * 30,
         "ru": ["Он пришёл. Она ушла! Что делать?"] * 90,
@@ -342,7 +342,7 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--max_length 65", ValueError, "max_position_embeddings=65"),
         ("--text_column_name body", ValueError, "no column 'body'; its columns are"),
         ("--validation_split_percentage 0", ValueError, "--validation_file"),
-        ("--dataset_name some/corpus", ValueError, "both are given: --train_file"),
+        ("--dataset_name some/corpus", ValueError, "but not both: --train_file"),
         ("--config_overrides hidden_sise=64", ValueError, "--config_overrides .*hidden_sise"),
         ("--config_overrides num_attention_heads=5", ValueError, "num_attention_heads"),
         (
@@ -361,7 +361,7 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--streaming --max_eval_samples 9 --tokens_per_step 400", ValueError, "omit --streaming"),
         ("--per_device_train_batch_size 4096", ValueError, "fewer than the 4096"),
         ("--recipe nowhere.args", FileNotFoundError, "configs/recipes/"),
-        ("--train_file nowhere.txt", FileNotFoundError, "--train_file names nowhere.txt"),
+        ("--train_file nowhere.txt", FileNotFoundError, "--train_file nowhere.txt is not a file"),
         ("--report_to tensorbord --with_tracking", ValueError, "tensorbord"),
     ],
 )

@@ -44,7 +44,7 @@ def hub():
 
 @pytest.fixture(scope="session")
 def rows():
-    """Half of the words of one of two sentences, and which one."""
+    """Half of the words of one of two sentences, and the number of the sentence."""
     rows = []
     for index in range(128):
         label = list(SENTENCES)[index % 2]
@@ -61,7 +61,7 @@ def tokenizer(rows):
 
 @pytest.fixture(scope="session")
 def classifier(rows, tokenizer, tmp_path_factory):
-    """The folder of a finished run: a Linformer that was trained to tell the sentences apart, and its card."""
+    """The folder of a finished run: a Linformer trained to distinguish the sentences, and its card."""
     folder = tmp_path_factory.mktemp("runs") / "sentences"
     torch.manual_seed(0)
     config = nystrom_models.LinformerConfig(
@@ -115,7 +115,7 @@ def fill_mask(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def client(hub, tmp_path):
-    """Runs Python in a new process as a client of `hub` with an empty cache; gives the JSON of its last line."""
+    """Runs Python in a new process as a client of `hub` with an empty cache; returns the JSON of its last line."""
 
     def run(script, *arguments, token="token-of-ada", python=sys.executable):
         home = tmp_path / f"home-{len(list(tmp_path.iterdir()))}"
@@ -126,14 +126,14 @@ def client(hub, tmp_path):
             "HF_ENDPOINT": hub.url,
             "HF_TOKEN": token,
             "HF_HUB_OFFLINE": "0",
-            # Xet stores large files elsewhere than on the Hub; without it, they go to the Hub itself.
+            # Xet stores large files on another server; without it, they are sent to the Hub itself.
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "NO_PROXY": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
         if python != sys.executable:
-            environment.pop("PYTHONPATH", None)  # one way to this package
+            environment.pop("PYTHONPATH", None)  # so that this package is found in only one way
         command = [python, "-c", script, json.dumps(arguments)]
         done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]

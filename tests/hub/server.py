@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hub on 127.0.0.1: what the `huggingface_hub` client needs of the Hub's HTTP interface for models.
+"""A Hub on 127.0.0.1: the part of the Hub's HTTP interface for models that the `huggingface_hub` client needs.
 
-Repositories and large files live in memory. Files go the way of the real Hub: small texts inside the commit, the
+Repositories and large files are in memory. Files are sent as to the real Hub: small texts inside the commit, the
 others through the LFS batch endpoint first.
 """
 
@@ -26,7 +26,7 @@ class File:
 
     @property
     def oid(self) -> str:
-        """As git names the blob; for a large file, its SHA-256."""
+        """The git hash of the blob; for a large file, its SHA-256."""
         if self.lfs:
             return hashlib.sha256(self.content).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
@@ -53,7 +53,7 @@ class Repository:
 
 
 class HubError(Exception):
-    """An answer other than success; `code` and the message are what the client tells errors apart by."""
+    """An error response; the client distinguishes errors by `code` and the message."""
 
     def __init__(self, status: int, message: str, code: str | None = None, commit: str | None = None):
         super().__init__(message)
@@ -70,7 +70,7 @@ class LostConnection(Exception):
 
 
 class HubServer(ThreadingHTTPServer):
-    """Runs in a thread while the context is open.
+    """A server that runs in a thread while the context is open.
 
     Args:
         tokens: the user that each valid token belongs to; every user may write to their own namespace.
@@ -84,7 +84,7 @@ class HubServer(ThreadingHTTPServer):
         self.tokens = tokens
         self.repositories: dict[str, Repository] = {}
         self.large_files: dict[str, bytes] = {}
-        # Requests whose path ends so are cut off without an answer, each once.
+        # Requests whose path has one of these endings are closed without an answer, once for each ending.
         self.lose_once: set[str] = set()
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.RLock()
@@ -98,7 +98,7 @@ class HubServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no fault of the server."""
+        """Ignores clients that close the connection, which is not an error of the server."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -210,7 +210,7 @@ class Handler(BaseHTTPRequestHandler):
         if repo_id in self.server.repositories:
             self.send(409, {"error": "You already created this model repo", "url": url})
             return
-        # The client of before 2.0 says it by `private`.
+        # Clients before version 2.0 send `private` instead.
         private = request.get("private", request.get("visibility") == "private")
         repository = self.server.repositories[repo_id] = Repository(private)
         repository.commit({".gitattributes": File(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", lfs=False)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To the Hub and back, through the real client and processes that share nothing but a small Hub."""
+"""Upload and download through the real client, with processes that share only a small Hub."""
 
 import hashlib
 import json
@@ -100,7 +100,7 @@ def test_pushed_then_loaded_in_another_process(hub, client, classifier, fill_mas
     assert code | {"modeling_nystromformer.py"} <= hub.repositories["ada/masks"].files.keys()
     assert code | {"modeling_linformer.py"} <= hub.repositories["ada/sentences"].files.keys()
     finished = hub.repositories["ada/finished"]
-    # All that lies at the top of the folder, and neither checkpoints nor hidden files; the second push had no news.
+    # The top-level files, without checkpoints and hidden files; the second push had no changes.
     assert finished.files.keys() - {".gitattributes"} == {path.name for path in classifier.glob("[!.]*.*")}
     assert finished.private and first == second and len(finished.commits) == 2
     assert finished.files["model.safetensors"].lfs and not finished.files["layers.py"].lfs
@@ -170,7 +170,7 @@ def test_the_hub_is_asked_before_training_and_gets_every_checkpoint(hub, client,
     talk = hub.repositories["ada/talk"]
     commits = list(talk.commits.values())
     weights = [files["model.safetensors"].content for files in commits if "model.safetensors" in files]
-    assert len(commits) == 1 + 3 + 1 and len(set(weights)) == 3  # the last checkpoint's are the final ones
+    assert len(commits) == 1 + 3 + 1 and len(set(weights)) == 3  # those of the last checkpoint are the final ones
     assert {"config.json", "tokenizer.json", "history.jsonl"} <= commits[1].keys()
     assert not {"optimizer.bin", "progress.json", "manifest.json"} & talk.files.keys()
     assert not any("/" in name or name.startswith("random_states") for name in talk.files)
@@ -208,7 +208,7 @@ def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path)
         assert name == expected and all(hint in message for hint in hints), message
     assert again == hidden == private == ["", ""]
     assert hub.repositories.keys() == {"ada/lost", "ada/hidden", "ada/card"}
-    # Nothing of the lost push is seen, and the second one sent the large file no more.
+    # The failed push left nothing visible, and the second one did not send the large file again.
     assert len(hub.repositories["ada/lost"].commits) == 2
     uploads = [path for method, path in hub.requests if method == "PUT"]
     assert len(uploads) == len(set(uploads)) == 1

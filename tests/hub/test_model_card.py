@@ -27,7 +27,7 @@ def test_metadata_are_what_the_hub_reads(classifier):
     assert isinstance(result, EvalResult) and result.metric_type == "accuracy"
     assert 0.9 < result.metric_value <= 1  # it was trained
     assert f"| accuracy | {round(result.metric_value, 4)} |" in card.text
-    # The secret among the hyper-parameters, and what is None, are left out.
+    # The secret hyper-parameter and those that are None are left out.
     assert "| `learning_rate` | 0.01 |" in card.text and "secret" not in card.content and "None" not in card.text
     parameters = sum(
         p.numel() for p in nystrom_models.LinformerForSequenceClassification.from_pretrained(classifier).parameters()
@@ -37,12 +37,12 @@ def test_metadata_are_what_the_hub_reads(classifier):
 
 
 def printed(output):
-    """The answers of pipelines, among what else libraries may print."""
+    """The answers of pipelines, without other output of libraries."""
     return [line for line in output.splitlines() if line.startswith("[{")]
 
 
 def test_the_usage_snippets_run(classifier, fill_mask, tmp_path, clean_python, monkeypatch, capsys):
-    """Beside the saved folders, under their repositories' names: the first with the package, the second without it."""
+    """From the parent of the saved folders, named like the repositories: first with the package, then without."""
     (tmp_path / "ada").mkdir()
     with_package, without = [], []
     for folder in (classifier, fill_mask):
@@ -57,7 +57,7 @@ def test_the_usage_snippets_run(classifier, fill_mask, tmp_path, clean_python, m
     label, masks = printed(capsys.readouterr().out)
     assert "'label': 'weather'" in label and masks.count("'token_str'") == 5
     environment = os.environ | {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
-    environment.pop("PYTHONPATH", None)  # one way to this package
+    environment.pop("PYTHONPATH", None)  # so that this package is found in only one way
     done = subprocess.run(
         [clean_python, "-c", "\n".join(without)], env=environment, capture_output=True, text=True, timeout=300
     )

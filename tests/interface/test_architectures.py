@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of architectures: what it says runs, runs; what cannot be right is refused with a reason."""
+"""The table of architectures: those listed as running do run; those that would be wrong are refused with a reason."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_architecture(architecture):
 
 
 def test_faults_are_found():
-    """A model that does not use what it is given, and one that answers something else, do not count as running."""
+    """A model that does not use its attention, and one with a wrong output, do not count as running."""
     wrong = architecture_table.Answer(
         exact=1e-3, exact_gradient=0.0, change=0.0, padding=1.0, gradients=(1, 2), loading=0.0
     )

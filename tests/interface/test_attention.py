@@ -24,7 +24,7 @@ M = 8
 
 
 class Attention(nn.Module):
-    """An attention layer as the function sees it."""
+    """The part of an attention layer that the function uses."""
 
     def __init__(self, num_landmarks=M, is_causal=False, **config):
         super().__init__()
@@ -72,7 +72,7 @@ def test_the_function_is_the_reference(groups, scaling, keys, masked):
     direction = torch.randn_like(expected) * valid
     found = context.transpose(1, 2)
     assert context.is_contiguous()
-    # 3e-15 seen.
+    # Measured: 3e-15.
     assert relative_error(found * valid, expected * valid) < 1e-13
     whole = value.repeat_interleave(4 // groups, dim=1)
     assert relative_error((weights @ whole) * valid, expected * valid) < 1e-13
@@ -94,12 +94,12 @@ def test_rows_of_few_tokens_are_exact():
 
 
 def test_dropout_is_of_the_mean():
-    """Over many draws, entries of F are dropped and scaled up: their mean is the attention without."""
+    """Entries of F are dropped and scaled up: the mean over many draws is the attention without dropout."""
     query, key, value = states()
     expected, _ = nystrom_attention_forward(Attention(), query, key, value)
     drawn = [nystrom_attention_forward(Attention(), query, key, value, dropout=0.2)[0] for _ in range(300)]
     assert not torch.equal(drawn[0], drawn[1])
-    # 0.03 seen.
+    # Measured: 0.03.
     assert relative_error(torch.stack(drawn).mean(0), expected) < 0.12
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_right_is_refused(module, options, says):
 def test_what_means_nothing_is_let_through():
     query, key, value = states(1, 29)
     harmless = {"position_ids": torch.arange(3), "deterministic": True, "max_length_q": 3, "softcap": None}
-    nystrom_attention_forward(Attention(is_causal=True), query, key, value, **harmless)  # one token sees all before
+    nystrom_attention_forward(Attention(is_causal=True), query, key, value, **harmless)  # one query sees all keys
 
 
 def test_the_family_itself_is_not_for_it():
@@ -154,9 +154,9 @@ def test_the_family_itself_is_not_for_it():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["BERT", "ModernBERT", "ViT", "SigLIP vision"])
 def test_maps_of_all_layers(name):
-    """As many as layers, those of exact layers and of sliding windows among them; each row of a map adds to one."""
+    """One map for each layer, also for exact layers and sliding windows; the rows of a map sum to one."""
     model = make(name)
-    if name in ("ViT", "SigLIP vision"):  # which tells its layers nothing
+    if name in ("ViT", "SigLIP vision"):  # which does not pass output_attentions to its layers
         inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
     else:
         inputs = {"input_ids": tokens(), "attention_mask": torch.ones(2, 40)}
@@ -174,12 +174,12 @@ def test_maps_of_all_layers(name):
     few = model(**inputs, output_attentions=True).attentions
     assert relative_error(few[0], eager[0]) > 1e-2
     for attention_map in few:
-        # An approximated row adds to one only as far as the pseudo-inverse is one.
+        # An approximated row sums to one only as far as the pseudo-inverse has converged.
         assert attention_map.shape == eager[0].shape and attention_map.isfinite().all()
 
 
 def one_layer(name):
-    """One layer and two steps of the pseudo-inverse show all there is: a graph takes seconds."""
+    """One layer and two steps of the pseudo-inverse are enough: a graph takes seconds."""
     config = make(name).config
     config.num_hidden_layers = 1
     return use_nystrom(AutoModel.from_config(config).eval(), M, pinv_iterations=2)
@@ -196,14 +196,14 @@ def test_one_graph_for_all_lengths():
         mask[1, length // 2 :] = 0
         found = compiled(input_ids=ids, attention_mask=mask).last_hidden_state
         expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        assert relative_error(found[mask.bool()], expected[mask.bool()]) < 4e-6  # 9e-7 seen
+        assert relative_error(found[mask.bool()], expected[mask.bool()]) < 4e-6  # measured: 9e-7
 
 
 @torch.no_grad()
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ModernBERT", "ESM-2", "DistilBERT", "ViT", "Whisper encoder"])
 def test_other_graphs(name):
-    """Models with windows, with positions by rotation, without masks: compiled, and exported."""
+    """Models with windows, with rotary positions, without masks: compiled, and exported."""
     model = make(name)
     inputs = {"input_ids": tokens()}
     if name == "Whisper encoder":
@@ -233,7 +233,7 @@ def test_masks_are_looked_at_in_graphs():
         query, key, value = states(length, length)
         rows = torch.ones(2, 1, length, length, dtype=torch.bool)
         rows[1, :, :, length // 2 :] = False
-        # What is at padding means nothing.
+        # Values at padding are undefined.
         found, expected = (function(query, key, value, rows)[:, : length // 2] for function in (compiled, attend))
         assert relative_error(found, expected) < 1e-12
         # Without double quotes, which Inductor would not compile.
@@ -259,7 +259,7 @@ def test_onnx_is_one_file_for_all_lengths(tmp_path):
 
 
 def test_every_argument_of_transformers_is_known():
-    """What the models of the installed Transformers give their attention is taken, refused by name, or harmless."""
+    """Each argument that models of the installed Transformers give their attention is used, refused or harmless."""
     taken = set(inspect.signature(nystrom_attention_forward).parameters) | {"attention_mask"}
     harmless = {"position_ids", "deterministic", "max_length_q", "max_length_k"}
     found = {}

@@ -21,7 +21,7 @@ from tests.interface.models import make, tokens
 
 CONFIG = BertConfig(attn_implementation="nystrom")
 
-# Of a mask (B, K), the forms in which a model may hand it on, with N queries.
+# The forms in which a model may pass a mask (B, K), with N queries.
 FORMS = {
     "bool": lambda mask, n: mask[:, None, None],
     "rows": lambda mask, n: mask[:, None, None].expand(-1, 1, n, -1),
@@ -118,7 +118,7 @@ def test_masks_of_other_attention_are_refused():
         create_bidirectional_mask(
             CONFIG, states, None, and_mask_function=lambda b, h, q, k: documents[q] == documents[k]
         )
-    # Conditions that come to a mask of keys are one.
+    # Conditions that amount to a mask of keys are accepted.
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     expected = mask.bool() & (documents == 1)
     found = create_bidirectional_mask(CONFIG, states, mask, and_mask_function=lambda b, h, q, k: documents[k] == 1)
@@ -141,7 +141,7 @@ def test_sliding_windows_are_those_of_sdpa():
 @torch.no_grad()
 @pytest.mark.parametrize("padding", ["left", "right", "holes", "a whole row"])
 def test_padding_is_never_seen(padding):
-    """Whatever lies at padding, and however the mask is given: rows of a BERT are the same."""
+    """The states of a BERT do not depend on the content of padding or on the form of the mask."""
     model = use_nystrom(make("BERT"), 8)
     ids, mask = tokens(3), torch.ones(3, 40, dtype=torch.long)
     if padding == "holes":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`use_nystrom`: which layers, with how many landmarks, kept by saving; and what it refuses."""
+"""`use_nystrom`: layers and numbers of landmarks, which are saved; and what it refuses."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from tests.models.options import relative_error
 
 
 def landmarks(model):
-    """What each attention module attends with, by its name; None for exact attention."""
+    """The settings of each attention module, by its name; None for exact attention."""
     found = {}
     for name, module in settings._attention_modules(model).items():
         assert module.config._attn_implementation == "nystrom"
@@ -26,9 +26,11 @@ def landmarks(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["BERT", "DistilBERT"])  # modules that know their layer, and such as do not
+@pytest.mark.parametrize("name", ["BERT", "DistilBERT"])  # modules with and without layer_idx
 def test_settings_by_layer(name, tmp_path):
-    """Layers left out are exact; each has its number of landmarks; saved and loaded, the model is the same."""
+    """Other layers stay exact; each layer has its number of landmarks; after saving and loading, the model is the
+    same.
+    """
     model, ids = make(name), tokens()
     exact = model(ids, output_hidden_states=True).hidden_states
     assert use_nystrom(model, 8, layers=[1]) is model
@@ -69,7 +71,7 @@ def test_the_configuration_says_how_many(tmp_path):
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, attn_implementation="nystrom")
     assert set(landmarks(again).values()) == {5}
-    again.config.nystrom, again.config.num_landmarks = None, [3, 7]  # as a list of the analysis
+    again.config.nystrom, again.config.num_landmarks = None, [3, 7]  # a list as in the report of `inspect`
     assert list(landmarks(again).values()) == [3, 7]
     again.config.num_landmarks = None
     assert set(landmarks(again).values()) == {None}
@@ -88,7 +90,7 @@ def test_back_to_exact_attention():
 
 @torch.no_grad()
 def test_one_part_of_several(tmp_path):
-    """A CLIP's vision part alone: by the function or by name, and the text part stays as it is."""
+    """Only a CLIP's vision part, by the function or by name; the text part is unchanged."""
     model = make("CLIP, its vision part")
     inputs = {"input_ids": tokens(), "pixel_values": torch.randn(2, 3, 24, 24)}
     expected = model(**inputs)
@@ -104,7 +106,7 @@ def test_one_part_of_several(tmp_path):
 
 @torch.no_grad()
 def test_the_encoder_of_an_encoder_decoder(tmp_path):
-    """The decoder, which has the same configuration, stays as it is, and generates."""
+    """The decoder, which has the same configuration, is unchanged, and generates."""
     architecture = make("BART, its encoder")
     model = transformers.BartForConditionalGeneration(architecture.config).eval()
     ids = tokens()

@@ -7,6 +7,6 @@ from tests.kernels.helpers import DEVICE
 
 @pytest.fixture(autouse=True)
 def kernels_run_here(monkeypatch):
-    """Where there is no GPU the kernels are interpreted (TRITON_INTERPRET, set by tests/conftest.py) on the CPU."""
+    """Without a GPU, the kernels are interpreted on the CPU (TRITON_INTERPRET, set by tests/conftest.py)."""
     monkeypatch.setattr(device, "DEVICE_TYPES", {"cuda", DEVICE})
     monkeypatch.setattr(first_try, "_faults", {})

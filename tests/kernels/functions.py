@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nyström attention with the arguments of the kernels, the weight of the convolution among them."""
+"""Nyström attention with the arguments of the kernels, which include the weight of the convolution."""
 
 from nystrom_models import kernels
 from nystrom_models.models import attention_nystrom
@@ -19,6 +19,6 @@ def nystrom_attention_reference(*tensors, **options):
 
 
 def nystrom_attention(*tensors, **options):
-    """By the kernels where they apply, as in a model."""
+    """By the kernels if they apply, as in a model."""
     context = kernels.nystrom_attention_if_possible(*tensors, **options)
     return in_pytorch(*tensors, **options) if context is None else context

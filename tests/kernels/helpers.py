@@ -11,13 +11,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M = 5
 HEADS, DIM = 2, 10
 
-# Largest error over largest entry, at most four times what was measured in the interpreter. Float32 sums in another
-# order than the formulas. The interpreter rounds to float16 as a GPU does, but cuts off to bfloat16.
+# Largest error over largest entry, at most four times the value measured in the interpreter. Float32 sums in another
+# order than the formulas. The interpreter rounds to float16 like a GPU, but truncates to bfloat16.
 KERNEL_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
 
 def ragged(length):
-    """Rows with holes, padded on both sides to as many tokens as landmarks, a short one, one without a token."""
+    """Rows with holes, with as many valid tokens as landmarks, with few tokens, and without a token."""
     mask = torch.zeros(4, length, dtype=torch.bool)
     mask[0] = torch.rand(length) < 0.6
     mask[0, length // 2 : length // 2 + M + 1] = True
@@ -31,12 +31,12 @@ def draw(*shape, dtype=torch.float32):
 
 
 def draw_states(length, count, batch=4, dtype=torch.float32):
-    """Tensors (B, N, H, D), as the stages take them."""
+    """Tensors (B, N, H, D), the inputs of the stages."""
     return [draw(batch, length, HEADS, DIM, dtype=dtype) for _ in range(count)]
 
 
 def draw_heads(length, count, batch=4, dtype=torch.float32):
-    """Tensors (B, H, N, D) in the layout of a model, as the attention takes them."""
+    """Tensors (B, H, N, D) in the layout of a model, the inputs of the attention."""
     return [states.transpose(1, 2) for states in draw_states(length, count, batch, dtype)]
 
 
@@ -47,7 +47,7 @@ def rows_of(mask):
 
 
 def differentiable(forward, backward):
-    """A stage's two functions as one that autograd differentiates.
+    """A function for autograd from the forward and backward functions of a stage.
 
     forward(*inputs) -> (outputs, what backward needs); backward(saved, *gradients) -> the gradients of the inputs.
     """
@@ -71,7 +71,7 @@ def valid_tokens(mask, batch, length):
 
 
 def check(function, reference, inputs, keep=None, dtype=torch.float32, tolerance=None):
-    """Outputs, where `keep` is not 0, and every gradient against `reference` in float64 on the CPU."""
+    """Compares outputs, where `keep` is not 0, and every gradient with `reference` in float64 on the CPU."""
     results = []
     for run, cast in ((function, None), (reference, torch.float64)):
         leaves = [tensor.detach().to("cpu" if cast else DEVICE, cast or tensor.dtype) for tensor in inputs]
@@ -91,7 +91,7 @@ def check(function, reference, inputs, keep=None, dtype=torch.float32, tolerance
 
 
 def means_of_segments(states, tokens_of_rows):
-    """Of the valid tokens of states (B, N, H, D), (B, H, M, D), zero where there is none."""
+    """The landmarks (B, H, M, D) of the valid tokens of states (B, N, H, D), zero where there is none."""
     means = states.new_zeros(len(tokens_of_rows), HEADS, M, DIM)
     for row, tokens in enumerate(tokens_of_rows):
         count = min(M, len(tokens))

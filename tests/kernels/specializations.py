@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints, as JSON, how many machine codes each kernel would need for batches of many sizes, without compiling any.
+"""Prints, as JSON, how many compiled variants each kernel needs for batches of many sizes, without compiling any.
 
 Triton compiles a kernel anew for each specialization of its arguments. Run without TRITON_INTERPRET.
 """
@@ -70,7 +70,8 @@ def main() -> None:
                     dispatch.compute(inputs).sum().backward()
             name = f"{dtype}, {'masked, dropout' if masked else 'plain'}"
             before = {kernel: len(keys) for kernel, keys in found.items()}
-            # What the first try runs is what the model runs; its numbers are nothing, for nothing was compiled.
+            # The first try runs the same kernels as the model; its results are undefined, because nothing was
+            # compiled.
             first_try.fault(inputs, dispatch.compute)
             counts[name] = {kernel: [before.get(kernel, 0), len(keys)] for kernel, keys in found.items()}
             found.clear()

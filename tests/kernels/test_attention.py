@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole attention of the kernels, interpreted where there is no GPU."""
+"""The whole attention of the kernels, interpreted without a GPU."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_the_whole_is_the_reference(length, masked, dtype):
 
 
 def test_padding_is_never_read_and_gets_zeros():
-    """Neither what stands there nor the gradients that come in there, even if they are no numbers."""
+    """Neither the values at padding nor the incoming gradients there have an effect, even if they are NaN."""
     mask = ragged(37)
     at_padding = ~mask[:, None, :, None]
     clean = [tensor.masked_fill(at_padding, 0.0) for tensor in draw_heads(37, 3)]
@@ -60,7 +60,7 @@ def test_padding_is_never_read_and_gets_zeros():
 
 
 def test_layouts_do_not_matter():
-    """Tensors that lie otherwise than linear layers give them, and a gradient that is one number expanded."""
+    """Tensors with strides other than those of linear layers, and a gradient that is one expanded number."""
     inputs = [tensor.requires_grad_() for tensor in draw_heads(19, 3, batch=2)]
     options = {"num_landmarks": M, "pinv_iterations": 1}
     results = []
@@ -102,7 +102,7 @@ def test_autocast_decides_the_dtype():
 
 
 def test_gradients_that_nobody_wants_are_not_computed():
-    """Frozen taps cost nothing, and a layer that saves its inputs may offload them: the mask is among them."""
+    """Frozen taps get no gradient, and saved tensors, the mask among them, may be offloaded."""
     mask = ragged(19)
     inputs = [tensor.requires_grad_() for tensor in draw_heads(19, 3)]
     weight = draw(HEADS, 1, 3, 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels compile to machine code that fits on a GPU, which needs no GPU; the interpreter is more lenient.
+"""Compiles the kernels, without a GPU, and checks that they fit on one; the interpreter does not check this.
 
-These are the sizes of published models and the largest, on the GPUs that have least; all sizes and options for all of
-them: `python -m benchmarks kernels --compiled`, which fails by the same bounds.
+The sizes are those of published models and the largest, on the smallest GPUs. All sizes and options for all GPUs:
+`python -m benchmarks kernels --compiled`, which fails with the same bounds.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the kernels for Nyström attention apply, what is said where they do not, and how graphs hold them."""
+"""When the kernels for Nyström attention apply, what is logged if they do not, and how graphs contain them."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def said(monkeypatch):
-    """What the log is told."""
+    """The messages of the log."""
     lines = []
     monkeypatch.setattr(dispatch.logger, "warning_once", lines.append)
     return lines
@@ -71,7 +71,7 @@ def test_sizes_that_do_not_fit_are_explained(monkeypatch):
     assert "at most 64 or bfloat16" in why_not(128, 64, torch.float32) and why_not(64, 64, torch.float32) is None
     assert "conv_kernel_size" in why_not(64, 64, torch.bfloat16, 67) and why_not(64, 64, torch.bfloat16, 65) is None
     monkeypatch.setattr(inputs, "compute_capability", lambda device: 100)
-    assert "more than the 64" in why_not(65, 64, torch.bfloat16) and why_not(64, 64, torch.bfloat16) is None
+    assert "at most 64" in why_not(65, 64, torch.bfloat16) and why_not(64, 64, torch.bfloat16) is None
 
 
 def test_devices_that_do_not_fit_are_explained(monkeypatch):
@@ -115,7 +115,7 @@ def operators_of(graphs):
     "masked", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="ragged")]
 )
 def test_compiled_graphs_hold_them_as_one_operator(masked):
-    """One graph, forward and backward, with the same results as outside of it; without taps where rows are full."""
+    """One graph, forward and backward, with the same results as without it; without taps if rows are full."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -196,7 +196,7 @@ def test_exported_graphs_run_where_this_package_is_not():
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_a_model_uses_them_where_it_can(training, said, ran, monkeypatch):
-    """By their name; what they do not take is computed by PyTorch's operations, with one line in the log."""
+    """By their name; inputs that they do not take are computed by PyTorch's operations, with one line in the log."""
     config = nystrom_models.NystromformerConfig(
         **TINY | {"num_hidden_layers": 1, "num_attention_heads": 2, "attention_probs_dropout_prob": 0.1},
         num_landmarks=M,
@@ -210,7 +210,7 @@ def test_a_model_uses_them_where_it_can(training, said, ran, monkeypatch):
     mask[0, :5] = 0
     with torch.no_grad():
         states = model(ids, attention_mask=mask).last_hidden_state
-        assert len(ran) == 2 and not said  # once to see whether the kernels are right
+        assert len(ran) == 2 and not said  # once for the first try
         again = model(ids, attention_mask=mask).last_hidden_state
         assert len(ran) == 3 and torch.equal(states, again) != training
         model.double()(ids, attention_mask=mask)
@@ -224,7 +224,7 @@ def test_a_model_uses_them_where_it_can(training, said, ran, monkeypatch):
 
 
 def test_what_cannot_run_here_is_refused_by_name(monkeypatch):
-    """Where there is no GPU, the kernels are not the default, and who asks for them is told why they cannot run."""
+    """Without a GPU, the kernels are not the default, and choosing them gives an error with the reason."""
     config = nystrom_models.NystromformerConfig(**TINY)
     reason = "there is no CUDA device"
     monkeypatch.setattr(NystromTriton, "why_not_here", lambda self: reason)
@@ -243,7 +243,7 @@ def test_what_cannot_run_here_is_refused_by_name(monkeypatch):
 
 
 def test_the_first_try_runs_what_the_model_will(ran):
-    """The same taps, iterations, landmarks, mask and dropout, so the same compiled kernels; backward if wanted."""
+    """The same taps, iterations, landmarks, mask and dropout, so the same compiled kernels; backward if needed."""
     tensors = draw_heads(14, 3)
     weight = draw(HEADS, 1, 9, 1)
     options = {"num_landmarks": M, "pinv_iterations": 3, "conv_weight": weight, "dropout_p": 0.1}
@@ -265,7 +265,7 @@ def test_kernels_that_fail_on_a_device_are_not_used(fault, said, monkeypatch):
     def faulty(given):
         if fault == "raises":
             raise RuntimeError("out of resource: shared memory")
-        if fault == "backward":  # right in the forward pass alone
+        if fault == "backward":  # correct only in the forward pass
             out = compute(given)
             return out.detach() + 2 * (out - out.detach())
         factor = 2.0 if fault == "differs" else torch.nan
@@ -294,12 +294,12 @@ def test_a_full_memory_is_no_fault(said, monkeypatch):
 
 
 def test_the_first_try_takes_no_part_in_what_surrounds_it(said):
-    """Not in the default device, nor inference mode, nor autocast, nor the random numbers of the model."""
+    """It does not depend on the default device, inference mode or autocast, nor change the model's random numbers."""
     tensors = draw_heads(14, 3)
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    # A default device that tensors of the try must not land on, as "cuda" is for its random numbers.
+    # A default device on which tensors of the first try must not be, like "cuda" for its random numbers.
     with torch.inference_mode(), torch.device("meta"), torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = kernels.nystrom_attention_if_possible(*tensors, num_landmarks=M)
     assert out is not None and out.dtype == torch.bfloat16 and not said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels on a CUDA device. The others of these tests run there as well, compiled instead of interpreted."""
+"""The kernels on a CUDA device. The other tests of this folder also run there, compiled instead of interpreted."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NARROW, WIDE = [(16, 64), (32, 32), (64, 64)], [(128, 64), (64, 128)]
 
 
 def padded(length, rows=3):
-    """Rows with holes, a short one, one that is padded on the left."""
+    """Rows with holes, a short one, and one padded on the left."""
     mask = torch.rand(rows, length, device="cuda") < 0.7
     mask[1, 32:] = False
     mask[2] = torch.arange(length, device="cuda") >= length // 3
@@ -32,7 +32,7 @@ def draw_layer(length, count=2, dim=64, dtype=torch.bfloat16, batch=3, taps=65):
 
 @pytest.mark.parametrize(
     ("dtype", "count", "dim"),
-    # In float32 half as much fits.
+    # In float32, half as much fits.
     [
         (dtype, *size)
         for dtype in KERNEL_TOLERANCE
@@ -42,9 +42,9 @@ def draw_layer(length, count=2, dim=64, dtype=torch.bfloat16, batch=3, taps=65):
 )
 @pytest.mark.parametrize("length", [129, 509, 4096])
 def test_sizes_of_real_models(length, count, dim, dtype):
-    """Ragged: no further from the reference in float64, outputs and gradients, than PyTorch's operations are.
+    """With ragged rows, outputs and gradients are as close to the reference in float64 as PyTorch's operations.
 
-    How much a pseudo-inverse magnifies the rounding of its landmarks depends on the inputs, and is the same for both.
+    How much a pseudo-inverse amplifies the rounding of landmarks depends on the inputs, and is the same for both.
     """
     mask = padded(length)
     inputs = draw_layer(length, dim=dim, dtype=dtype)
@@ -117,7 +117,7 @@ def test_tensors_may_lie_on_another_device_than_the_current_one():
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
 @pytest.mark.parametrize("how", ["inductor", "reduce-overhead", "cuda graph"])
 def test_graphs(how, masked):
-    """A layer's attention, compiled and captured, forward and backward, is the one that runs without a graph."""
+    """A layer's attention, compiled and captured, forward and backward, is the same as without a graph."""
     inputs = draw_layer(300)
     mask = padded(300) if masked else None
     keep = 1 if mask is None else mask[:, None, :, None]
@@ -143,7 +143,7 @@ def test_graphs(how, masked):
 
 
 def capture(step):
-    """The results of a step and the CUDA graph that computes them, as the documentation of the kernels shows it."""
+    """The results of a step and the CUDA graph that computes them, captured as in the documentation of the kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -172,7 +172,7 @@ def test_a_captured_graph_draws_dropout_anew():
 
 
 def test_a_capture_does_not_compile():
-    """Of a variant that never ran the capture says what to do, instead of compiling in its midst."""
+    """If a variant never ran, the capture raises an error that says what to do, instead of compiling."""
     inputs = draw_layer(300, taps=11)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="Run the model once"), torch.cuda.graph(graph):

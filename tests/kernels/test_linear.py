@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for causal linear attention, interpreted where there is no GPU, against the formula in float64."""
+"""The kernels for causal linear attention, interpreted without a GPU, against the formula in float64."""
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from tests.models.options import TINY, TOLERANCE, relative_error
 pytest.importorskip("triton")
 
 HEADS, FEATURES, DIM = 2, 10, 12
-# Largest error over largest entry, about four times what was measured in the interpreter, which cuts off to bfloat16.
+# Largest error over largest entry, about four times the values measured in the interpreter, which truncates to
+# bfloat16.
 KERNEL_TOLERANCE = {torch.float32: 1.2e-5, torch.float16: 3e-3, torch.bfloat16: 7e-2}
 
 
@@ -32,7 +33,7 @@ def draw(length, dtype=torch.float32, batch=2, offset=0.0, features=elu_features
 
 
 def ragged(length, batch=2):
-    """Holes, padding on the left."""
+    """A mask with holes, and with padding on the left."""
     mask = torch.rand(batch, length) < 0.7
     mask[1] = torch.arange(length) >= length // 3
     return mask.to(DEVICE)
@@ -65,7 +66,7 @@ def by_kernels(*tensors):
     ids=str,
 )
 def test_outputs_states_and_gradients(length, dtype, masked, with_state, offset):
-    """What all values have in common must cancel in the gradients, in half precision too."""
+    """A component that all values share must cancel in the gradients, also in half precision."""
     inputs = draw(length, dtype, offset=offset)
     inputs[3] = inputs[3] if with_state else None
     mask = ragged(length) if masked else None
@@ -78,7 +79,7 @@ def test_outputs_states_and_gradients(length, dtype, masked, with_state, offset)
 
 
 def test_what_comes_later_changes_no_bit():
-    """Neither further tokens nor further rows: as if the text had ended here."""
+    """Neither later tokens nor other rows change a result."""
     inputs = draw(530, torch.float16)
     whole, _ = by_kernels(*inputs[:3], None, inputs[3])
     for length in (65, 512):
@@ -100,7 +101,7 @@ def test_in_two_halves_it_is_the_same():
 
 
 def test_tokens_that_see_nothing_give_zero_and_finite_gradients():
-    """Before the first valid token, and for a query without any feature: 1 / ε exceeds float16."""
+    """Before the first valid token, and for a query whose features are all zero: 1 / ε exceeds float16."""
     inputs = draw(70, torch.float16, features=relu_features)
     inputs[0] = elu_features(inputs[0])
     inputs[0][:, :, 40] = 0
@@ -109,7 +110,7 @@ def test_tokens_that_see_nothing_give_zero_and_finite_gradients():
         lambda *tensors: by_kernels(*tensors)[:1], [*inputs[:3], None], mask, [torch.ones_like(inputs[2])]
     )
     assert not out[:, :, :20].any() and not out[:, :, 40].any()
-    # The gradient of that query is beyond float16 in truth; it must not spread.
+    # The true gradient of that query exceeds float16; it must not affect others.
     dq = torch.cat([dq[:, :, :40], dq[:, :, 41:]], dim=2)
     for tensor in (out, dq, dk, dv):
         assert torch.isfinite(tensor).all()
@@ -175,7 +176,7 @@ def test_a_causal_model_uses_them_and_generates_the_same(monkeypatch):
     assert model.config._attn_implementation == LinearTriton.name
     ids = torch.randint(3, 99, (2, 14), device=DEVICE)
     found = model.generate(ids, max_new_tokens=3, do_sample=False)
-    assert len(ran) == 2  # the first try, and the prompt; further tokens are steps of the recurrence
+    assert len(ran) == 2  # the first try, and the prompt; later tokens are steps of the recurrence
     assert ran[1].query.shape[2] == 14
     model.set_attn_implementation("sdpa")
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), found) and len(ran) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever the batch, a model needs one machine code a kernel: nothing is compiled in the midst of an epoch."""
+"""With any batch, a model needs one compiled variant of each kernel: nothing is compiled during an epoch."""
 
 import json
 import os

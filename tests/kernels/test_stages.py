@@ -29,9 +29,10 @@ MASKED = pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"]
 def test_parts_fill_a_device():
     from nystrom_models.kernels.common import count_parts
 
-    # 96 heads of 128 blocks each on 264 places: two rounds of 240, not one of 192 or three with a third nearly empty.
+    # 96 heads of 128 blocks, 264 programs at once: 5 parts are two rounds of 240. 2 parts would be one round of 192;
+    # with 6 parts, a third round would be nearly empty.
     assert count_parts(128, 96, 264) == 5
-    assert count_parts(8, 1536, 264) == 1  # there is enough to do for all
+    assert count_parts(8, 1536, 264) == 1  # there are enough programs
     assert count_parts(3, 1, 264) == 3  # no more parts than blocks
 
 
@@ -45,7 +46,7 @@ def test_landmarks_are_means_of_segments(length, masked):
     rows = rows_of(mask)
 
     def backward(before, gradient):
-        # The gradient comes in parts, and is added to what queries got from elsewhere.
+        # The gradient comes in parts, and is added to another gradient of the queries.
         parts = draw(2, *gradient.shape).movedim(0, 2).contiguous()
         dq = before.clone()
         landmarks.landmarks_backward(dq, gradient - parts.sum(dim=2), parts, rows)
@@ -66,7 +67,7 @@ def test_landmarks_are_means_of_segments(length, masked):
     ids=str,
 )
 def test_pseudo_inverse(count, masked, dtype, where, monkeypatch):
-    """W = A⁺ S and the gradients of both landmarks and S; float32 never goes backward on the chip."""
+    """W = A⁺ S and the gradients of both landmarks and S; in float32, the backward pass never stays on the chip."""
     from nystrom_models.kernels.nystrom import pseudo_inverse
 
     if where == "workspace":
@@ -77,7 +78,7 @@ def test_pseudo_inverse(count, masked, dtype, where, monkeypatch):
     batch = 4 if masked else 2
     iterations = 6 if count == 17 else 2
     rows = rows_of(mask)
-    # Far from uniform: in a nearly singular A all start values are much alike. S as a mean of some values is.
+    # Far from uniform, because a nearly singular A hides errors. S has the size of a mean of some values.
     q, k = (2 * draw(batch, HEADS, count, DIM, dtype=dtype) for _ in range(2))
     seen = 1 + draw(batch, HEADS, count, DIM)
     elsewhere = draw(batch, HEADS, count, DIM)
@@ -103,7 +104,7 @@ def test_pseudo_inverse(count, masked, dtype, where, monkeypatch):
                 out.append(inverse @ seen[row])
         return torch.stack(out)
 
-    # Half precision rounds W, and goes back in single products of TF32, which are rounded here as on a GPU.
+    # Half precision rounds W; its backward pass uses single TF32 products, which are rounded here as on a GPU.
     tolerance = 2e-5 if dtype == torch.float32 else 6e-3
     check(differentiable(forward, backward), reference, (q, k, seen), tolerance=tolerance)
 
@@ -128,7 +129,7 @@ def test_landmarks_attend_to_valid_tokens(length, masked):
     def backward(saved, *gradients):
         run = landmark_attention.landmark_attention_backward
         partial, dk, dv = run(*saved, *gradients, rows=rows)
-        # What values got from elsewhere is added to.
+        # Another gradient of the values, to which this one is added.
         before = torch.randn(dv.shape).to(dv) * keep
         together = run(*saved, *gradients, dv=before.clone(), rows=rows)[2]
         torch.testing.assert_close(together, dv + before)
@@ -149,7 +150,7 @@ def test_landmarks_attend_to_valid_tokens(length, masked):
 
 
 def test_one_part_needs_no_merge(monkeypatch):
-    """Split into any number of parts, landmarks see the same."""
+    """The result does not depend on the number of parts."""
     from nystrom_models.kernels.nystrom import landmark_attention
 
     mask = ragged(301)
@@ -166,9 +167,9 @@ def test_one_part_needs_no_merge(monkeypatch):
 
 
 def test_keys_and_values_may_have_an_offset():
-    """The gradient of a landmark is a sum over the tokens in which what all keys have in common must cancel.
+    """The gradient of a landmark is a sum over the tokens, in which a component that all keys share must cancel.
 
-    In half precision, where the interpreter rounds as a GPU does, against float64.
+    In float16, to which the interpreter rounds like a GPU, against float64.
     """
     from nystrom_models.kernels.nystrom import landmark_attention
 
@@ -187,7 +188,7 @@ def test_keys_and_values_may_have_an_offset():
         differentiable(forward, backward),
         lambda q, k, v: torch.softmax(q @ k.permute(0, 2, 3, 1) / DIM**0.5, dim=-1) @ v.transpose(1, 2),
         (landmarks, k, v),
-        # Measured: 1.8e-3 of q's gradient; 1.6e-2 with one term of the difference rounded and the other not.
+        # Measured: 1.8e-3 for q's gradient; 1.6e-2 if only one term of the difference is rounded.
         tolerance=7e-3,
     )
 
@@ -224,7 +225,7 @@ def token_attention(rows, seed=None, dropout_p=0.0):
         (9, 1, torch.float16, 64),
         (61, 33, torch.float16, 64),
         (200, 65, torch.float16, 64),
-        (200, 65, torch.float16, 32),  # as for head sizes above 64: the window is three blocks long
+        (200, 65, torch.float16, 32),  # as for head sizes above 64: the window spans three blocks
     ],
     ids=str,
 )
@@ -251,7 +252,7 @@ def test_tokens_attend_to_landmarks_and_are_convolved(length, taps, dtype, block
                 if convolution:
                     v, weight = convolution
                     v = v[row, :, head] * keep[row, :, None]
-                    # The formula in one product: as many loops as taps, not as tokens times taps.
+                    # The formula with one loop over the taps, not over tokens and taps.
                     padded = torch.nn.functional.pad(v, (0, 0, taps // 2, taps // 2))
                     context = context + sum(weight[head, 0, tap] * padded[tap : tap + length] for tap in range(taps))
                 heads.append(context)
@@ -303,7 +304,7 @@ def test_dropout_drops_weights_and_their_gradients():
 
 
 def test_weights_are_dropped_independently():
-    """Four weights come from one draw: none of them, nor neighbours in tokens or heads, tells of another."""
+    """Four weights come from one draw: they are independent, as are neighbours in tokens or heads."""
     from nystrom_models.kernels.nystrom import token_attention as stage
 
     count, length = 32, 400

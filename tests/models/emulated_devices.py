@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two more devices on a machine that has none: tensors of the CPU that say they lie elsewhere.
+"""Two emulated devices: CPU tensors that report another device.
 
-As on real devices, an operation on tensors of several is an error.
+As on real devices, an operation on tensors of different devices is an error.
 """
 
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor of an emulated device; `memory` is the tensor of the CPU that holds its numbers."""
+    """A tensor on an emulated device; `memory` is the CPU tensor with its values."""
 
     @staticmethod
     def __new__(cls, memory: torch.Tensor, device: torch.device):
@@ -41,16 +41,16 @@ class EmulatedTensor(torch.Tensor):
 
 
 class _Dispatch(TorchDispatchMode):
-    """For functions that make tensors on a device from none."""
+    """For functions that create tensors on a device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return run(function, args, kwargs or {})
 
 
 def run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operation, on the memory of its tensors; the result lies where they lie, or where it is asked for."""
+    """Computes an operation on the memory of its tensors; the result is on their device, or on the requested one."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    # Numbers of the CPU go with any device.
+    # CPU scalars can be combined with any device.
     devices = {tensor.device for tensor in tensors if tensor.dim() > 0 or isinstance(tensor, EmulatedTensor)}
     if len(devices) > 1 and function not in COPIES:
         raise RuntimeError(f"{function}: expected all tensors on one device, but found {devices}")
@@ -67,7 +67,7 @@ def run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
 
     result = function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
-    # What is written in place stays the same tensor.
+    # A tensor that is changed in place stays the same object.
     known = {id(unwrap(tensor)): tensor for tensor in tensors if tensor.device == device}
 
     def wrap(value: Any) -> Any:
@@ -81,12 +81,12 @@ def run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def register() -> None:
-    """Make the devices known to PyTorch in this process: once, and before its first backward pass."""
+    """Registers the devices with PyTorch in this process: once, and before its first backward pass."""
     _setup_privateuseone_for_python_backend(NAME)
 
 
 @contextmanager
 def emulated_devices():
-    """The context in which tensors can be made on, and brought to, the two devices that are given."""
+    """A context in which tensors can be created on, and moved to, the two devices that it yields."""
     with _Dispatch():
         yield torch.device(NAME, 0), torch.device(NAME, 1)

@@ -46,7 +46,7 @@ def nystrom_matrix(q: Tensor, k: Tensor, num_landmarks: int | None, iterations: 
 
 
 def convolution(v: Tensor, kernel: Tensor, causal: bool = False) -> Tensor:
-    """v (L, D), kernel (odd,): each channel filtered along the tokens, zeros outside; causal: of tokens before."""
+    """v (L, D), kernel (odd,): each channel convolved along the tokens, zeros outside; causal: previous tokens."""
     reach = len(kernel) - 1 if causal else len(kernel) // 2
     out = torch.zeros_like(v)
     for token in range(len(v)):
@@ -187,7 +187,7 @@ def linformer_head(weights, config, name, layer, head, part, q, x) -> Tensor:
         which = "key" if config.share_projection == "key_value" else which
         matrix = weights[f"{name}{which}_projection.weight"]
         if slots_of_heads:
-            # The heads' matrices lie one below the other.
+            # The heads' matrices are concatenated.
             start = sum(slots_of_heads[:head])
             return matrix[start : start + slots_of_heads[head]]
         return matrix[head] if config.share_projection == "none" else matrix

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option sets that model tests run over, and the tolerances they are held to."""
+"""The option sets of model tests, and their tolerances."""
 
 import torch
 
@@ -64,18 +64,18 @@ HEADS = (
     "ForQuestionAnswering",
     "ForMultipleChoice",
 )
-# Those that the encoders of Transformers have, too.
+# Heads that the encoders of Transformers have, too.
 SHARED_HEADS = tuple(head for head in HEADS if head != "ForPreTraining")
 
-# Largest error over largest entry, by dtype: four times the worst that all tests saw on two processors.
-# Of models of two layers with wide weights: roundings, which the pseudo-inverse and the layers magnify.
+# Largest error over largest entry, by dtype: four times the largest value in all tests on two processors.
+# For models of two layers with large weights: rounding errors, amplified by the pseudo-inverse and the layers.
 TOLERANCE = {
     torch.float64: 1e-14,  # 2.7e-15
     torch.float32: 1e-5,  # 2.5e-6: a row of 1,000 tokens alone and in a batch
     torch.bfloat16: 5e-2,  # 1.2e-2
     torch.float16: 5.6e-3,  # 1.4e-3
 }
-# Of one attention against its reference, outputs and gradients.
+# For one attention against its reference, outputs and gradients.
 ATTENTION_TOLERANCE = {
     torch.float64: 1e-14,  # 2.7e-15
     torch.float32: 6.4e-6,  # 1.6e-6
@@ -92,7 +92,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def enlarge(model):
-    """Weights three times as large as at first, so that attention is not nearly uniform, and biases that are not
+    """Makes weights three times as large, so that attention is not nearly uniform, and biases that are not
     zero."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -104,14 +104,14 @@ def enlarge(model):
 
 
 def make_model(option: str, head: str = "Model", **fields):
-    """A model with weights that are enlarged."""
+    """A model with enlarged weights."""
     family, options = OPTIONS[option]
     config = getattr(nystrom_models, family + "Config")(**TINY | {"max_position_embeddings": 64} | options | fields)
     return enlarge(getattr(nystrom_models, family + head)(config))
 
 
 def padded_inputs(head="Model", labels=False, length=40):
-    """A batch of rows with padding on the right, on the left and without any; for multiple choice, three choices."""
+    """A batch of rows padded on the right, padded on the left and not padded; for multiple choice, three choices."""
     mask = torch.ones(3, length, dtype=torch.long)
     mask[0, 25:] = mask[1, :11] = 0
     ids = torch.randint(3, 99, mask.shape)

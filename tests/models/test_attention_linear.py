@@ -38,7 +38,7 @@ def tensors(length, dtype=torch.float32, batch=3):
 
 
 def ragged(length, batch=3):
-    """Holes; padding on the left; a row without a valid token."""
+    """A mask with holes, with padding on the left, and with a row without a valid token."""
     mask = torch.rand(batch, length) < 0.6
     mask[1] = torch.arange(length) >= length // 3
     mask[2] = False
@@ -69,7 +69,7 @@ def test_references_are_the_formula(length, causal):
 
 
 def results(function, states, mask, state, weights):
-    """What a function returns, and all gradients as one: those of the queries vanish where there is but one key."""
+    """The result, and all gradients as one vector: those of the queries vanish if there is only one key."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (*states, *([] if state is None else [state]))]
     causal = function in CAUSAL
     outputs = function(*inputs[:3], mask, *inputs[3:]) if causal else (function(*inputs[:3], mask),)
@@ -99,7 +99,7 @@ def test_fast_paths_are_the_references(length, masked, dtype):
 @settings(max_examples=60)
 @given(st.data())
 def test_every_split_of_a_sequence_is_the_whole(data):
-    """In parallel, by chunks, token by token: in parts of any sizes, with padding anywhere, to 1e-5."""
+    """The parallel, chunked and recurrent forms agree to 1e-5, in parts of any sizes, with padding at any position."""
     length = data.draw(st.integers(1, 150))
     batch = data.draw(st.integers(1, 3))
     row = st.lists(st.booleans(), min_size=length, max_size=length)
@@ -137,7 +137,7 @@ def test_padding_is_never_seen(data):
 
 @each_length
 def test_no_token_sees_a_later_one(length):
-    """Not a bit of an output or of a gradient moves."""
+    """Outputs and gradients are bitwise equal."""
     states, changed = tensors(length), tensors(length)
     first = 2 * length // 3
     for tensor, other in zip(changed, states, strict=True):
@@ -154,7 +154,7 @@ def test_no_token_sees_a_later_one(length):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_long_sums_in_half_precision(dtype):
-    """A sum over 40,000 tokens is out of float16's range, and in bfloat16 stops growing at 256."""
+    """A sum over 40,000 tokens exceeds float16's range, and stops growing at 256 in bfloat16."""
     query, key, value = (tensor.expand(-1, -1, 40_000, -1) for tensor in tensors(1, dtype, batch=1))
     with torch.no_grad():
         for out in (linear_attention(query, key, value), causal_linear_attention(query, key, value)[0]):
@@ -235,7 +235,7 @@ print((peak() - before) / (length * 4 * 32 * 4))
 
 @pytest.mark.slow
 def test_memory_of_a_training_step():
-    """In tensors of the values' size: values with ones, sums, output, and their gradients; no state for each token,
+    """In units of the values' size: values with ones, sums, output, and their gradients; not a state for each token,
     which would be 33 of them."""
     command = [sys.executable, "-c", PEAK, "65536"]
     shares = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -74,7 +74,7 @@ def test_fast_path_is_the_reference(kind, same, masked, dtype):
     length = 23
     states, options = tensors(length, kind, dtype, same=same)
     if kind == "max_pool" and dtype in (torch.bfloat16, torch.float16):
-        # Entries that rounding makes equal share a gradient in one path and not in the other: none are.
+        # Entries that are equal after rounding share a gradient in only one of the paths: there are none.
         states = [(tensor.argsort(dim=2) / 8 - 1.5).to(dtype) for tensor in states]
     mask = ragged(length) if masked else None
     valid = torch.ones(3, length, dtype=torch.bool) if mask is None else mask
@@ -99,7 +99,7 @@ def test_fast_path_is_the_reference(kind, same, masked, dtype):
 
 @given(st.data())
 def test_padding_is_never_seen(data):
-    """A row anywhere in a batch, padding full of rubbish, equals its valid tokens alone."""
+    """A row at any position in a batch, with random padding, gives the same as its valid tokens alone."""
     kind = data.draw(st.sampled_from(KINDS))
     length = data.draw(st.integers(1, 40))
     mask = torch.tensor(
@@ -130,7 +130,7 @@ def test_map_carries_values_and_gives_single_rows(kind):
     some = linformer_attention_map(*states, mask, rows=by_row, **options)
     assert torch.allclose(some, torch.stack([full[row][:, by_row[row]] for row in range(3)]))
     if kind == "max_pool":
-        # A maximum is no matrix; the shares of the channels make its rows sum to one.
+        # Max pooling is not a matrix; the mean over the channels makes the rows of the map sum to one.
         assert torch.allclose(full.sum(dim=-1), torch.ones(full.shape[:-1], dtype=torch.float64))
     else:
         assert relative_error(full @ states[2], linformer_attention(*states, mask, **options)) < 1e-12

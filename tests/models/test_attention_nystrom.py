@@ -66,7 +66,7 @@ def test_fast_path_is_the_reference(length, masked, dtype):
         assert out.dtype == dtype
         results.append([(out * valid[:, None, :, None]).detach(), *(tensor.grad for tensor in inputs)])
     for name, fast, reference in zip(("out", "dq", "dk", "dv", "dconv"), *results, strict=True):
-        # With a single key the gradients of query and key are zero but for rounding: measure them against the values'.
+        # With a single key the gradients of query and key are zero except for rounding: compare them with the values'.
         floor = results[1][3].abs().max().view(1)
         fast, reference = (torch.cat([tensor.flatten(), floor]) for tensor in (fast, reference))
         assert relative_error(fast, reference) < ATTENTION_TOLERANCE[dtype], name
@@ -74,7 +74,7 @@ def test_fast_path_is_the_reference(length, masked, dtype):
 
 @given(st.data())
 def test_padding_is_never_seen(data):
-    """A row anywhere in a batch, padding full of rubbish, equals its valid tokens alone."""
+    """A row at any position in a batch, with random padding, gives the same as its valid tokens alone."""
     length = data.draw(st.integers(1, 40))
     num_landmarks = data.draw(st.integers(1, 12))
     mask = torch.tensor(
@@ -106,7 +106,7 @@ def test_segments_cover_the_tokens(length, num_landmarks):
 
 def test_pseudo_inverse_converges_to_moore_penrose():
     matrix = torch.softmax(3 * torch.randn(4, 12, 12, dtype=torch.float64), dim=-1)
-    assert relative_error(iterative_pinv(matrix, 40), torch.linalg.pinv(matrix)) < 1.8e-13  # 4.5e-14 seen
+    assert relative_error(iterative_pinv(matrix, 40), torch.linalg.pinv(matrix)) < 1.8e-13  # measured: 4.5e-14
 
 
 def test_a_matrix_is_inverted_by_itself():
@@ -128,18 +128,18 @@ def test_map_carries_values_and_gives_single_rows():
 
 
 def test_half_precision_inverts_in_float32():
-    """Whether the weights or autocast bring bfloat16, the result is near the exact one of the same inputs."""
+    """With bfloat16 weights or autocast, the result is close to the exact one for the same inputs."""
     query, key, value, _ = tensors(64, torch.bfloat16)
     exact = nystrom_attention(query.double(), key.double(), value.double(), num_landmarks=M)
-    # 6.5e-3 seen.
+    # Measured: 6.5e-3.
     assert relative_error(nystrom_attention(query, key, value, num_landmarks=M), exact) < 2.6e-2
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = nystrom_attention(query.float(), key.float(), value.float(), num_landmarks=M)
-    assert relative_error(mixed, exact) < 5.8e-2  # 1.5e-2 seen
+    assert relative_error(mixed, exact) < 5.8e-2  # measured: 1.5e-2
 
 
 def test_nothing_of_size_tokens_by_landmarks_is_stored():
-    """No allocation, by PyTorch's profiler, reaches half of one N×M matrix a head."""
+    """No allocation, according to PyTorch's profiler, reaches half of an N×M matrix for each head."""
     length, heads, dim, landmarks = 4096, 2, 8, 64
     query, key, value = (torch.randn(1, heads, length, dim) for _ in range(3))
     with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
@@ -151,7 +151,7 @@ def test_nothing_of_size_tokens_by_landmarks_is_stored():
 @pytest.mark.parametrize("ragged_rows", [False, True], ids=["full", "ragged"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_landmarks_in_half_precision_are_not_off_in_one_direction(dtype, ragged_rows):
-    """Segments of 37 tokens: 1 / 37 in half precision is off by 0.18 % or 0.014 %, and every mean would be."""
+    """Segments of 37 tokens: 1 / 37 in half precision has an error of 0.18 % or 0.014 %, as would every mean."""
     states = torch.randn(2, 2, 8 * 37, 16).add(1).to(dtype)
     exact = states.double().unflatten(2, (8, 37)).mean(dim=3)
     if ragged_rows:

@@ -78,7 +78,7 @@ def test_configuration_is_refused(name):
     config_class, fields, message = BAD_FIELDS[name]
     with pytest.raises(ValueError, match=message):
         config_class(**fields)
-    # Also when the field is set afterwards.
+    # Also if the field is set later.
     config = config_class()
     for field, value in fields.items():
         setattr(config, field, value)
@@ -188,7 +188,7 @@ def test_what_is_asked_for_besides_is_reported_and_not_refused(option, fields, a
 def test_the_built_in_configuration_is_refused():
     with pytest.raises(TypeError, match=r"needs a nystrom_models.*NystromformerConfig\.from_dict\(config\.to_dict"):
         NystromformerModel(BuiltInConfig())
-    # The way out that is named.
+    # The solution that the error names.
     small = BuiltInConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=32)
     assert NystromformerModel(NystromformerConfig.from_dict(small.to_dict())).config.hidden_size == 32
 
@@ -196,7 +196,7 @@ def test_the_built_in_configuration_is_refused():
 @pytest.mark.parametrize("option, first", [("nystromformer-landmarks", 2), ("linformer-layerwise", 0)])
 @torch.no_grad()
 def test_positions_count_from_where_the_family_says(option, first):
-    """0 as everywhere; a Nyströmformer's first token has 2, as in the built-in class."""
+    """Positions start at 0; those of a Nyströmformer at 2, as in the built-in class."""
     model = make_model(option)
     plain = model(IDS).last_hidden_state
     positions = torch.arange(10)[None] + first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However a padded batch is laid out in the layers, and whether padding is computed or not, nobody can tell."""
+"""The results do not depend on the layout of a padded batch in the layers, nor on whether padding is computed."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -22,7 +22,7 @@ LENGTH = 40
 
 @pytest.fixture(autouse=True)
 def prediction_head_leaves_padding_out():
-    """Also in models as narrow as these, where it does not pay."""
+    """Enables unpadding in models as narrow as these, where it saves no time."""
     with mock.patch.object(pretraining_heads, "MULTIPLICATIONS_OF_A_COPY", 0):
         yield
 
@@ -48,7 +48,7 @@ MASKS = {
 
 @contextmanager
 def layout(model, name):
-    """packed: the valid tokens alone; rows: with padding; graph: as in a graph, which may not look at the mask."""
+    """packed: only the valid tokens; rows: with padding; graph: as in a graph, which cannot read the mask."""
     model.config.unpad_inputs = name == "packed"
     blind = mock.patch.object(batches, "depends_on_values", lambda tensor: False)
     with blind if name == "graph" else mock.MagicMock():
@@ -60,7 +60,7 @@ LAYOUTS = ("packed", "rows", "graph")
 
 
 def outputs_and_gradients(model, inputs, weights):
-    """Every floating-point tensor of the output, and the gradients of a loss in which every entry has its weight."""
+    """Every floating-point tensor of the output, and the gradients of a weighted sum of all entries."""
     model.zero_grad()
     outputs = model(**inputs)
     tensors = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
@@ -89,7 +89,7 @@ def assert_nobody_can_tell(model, inputs):
         assert actual.keys() == expected.keys() and len(expected) > 2
         for name, tensor in expected.items():
             difference = (actual[name] - tensor).abs().max()
-            # A gradient that is zero but for rounding (of a key's bias) has no scale of its own.
+            # A gradient that is zero except for rounding (of a key's bias) has no scale of its own.
             scale = tensor.abs().max() if not name.startswith("gradient") else max(tensor.abs().max(), 1e-3 * largest)
             assert difference <= 5 * TOLERANCE[torch.float32] * scale, (name, difference, scale)
 
@@ -146,7 +146,7 @@ def test_outputs_and_gradients_of_every_way_to_call(option):
 
 
 class Rows(TorchFunctionMode):
-    """How many rows each call of a function has seen."""
+    """The number of rows in each call of a function."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ def test_linear_layers_and_norms_see_tokens_alone(option, kind):
 
 @pytest.mark.parametrize(("copied", "alone"), [(23, True), (25, False)])
 def test_the_prediction_head_leaves_padding_out_where_it_pays(copied, alone):
-    """A quarter of padding saves a quarter of 32 multiplications a logit, three times as many with a backward pass."""
+    """A quarter of padding saves a quarter of the 32 multiplications per logit, and three times as many backward."""
     model = make_model("linformer-layerwise", "ForMaskedLM")
     inputs = draw(mask_of([slice(0, 20)], [slice(0, 40)]))
     for factor in (1, 3):
@@ -257,7 +257,7 @@ def test_labels_at_padding_do_not_matter(head, sparse):
 
 @torch.no_grad()
 def test_an_output_rebuilt_on_its_way_gives_the_same_logits():
-    """As wrappers of sub-modules do: what is no entry of the output is lost."""
+    """Wrappers of sub-modules lose everything that is not an entry of the output."""
     model = make_model("linformer-layerwise", "ForMaskedLM")
     inputs = draw(MASKS["every kind"], "ForMaskedLM")
     expected = model(**inputs)
@@ -296,11 +296,11 @@ def test_rows_stay_as_they_are_where_moving_does_not_pay():
     right[0, -2:] = left[0, :2] = False
     batch = make_batch(right, full.shape, full.device)
     assert batch.places is None and batch.enter(states) is states and torch.equal(batch.mask, right)
-    # Too little padding to be left out, but the valid tokens come first.
+    # Too little padding to be removed, but the valid tokens come first.
     batch = make_batch(left, full.shape, full.device)
     assert batch.places is None and torch.equal(batch.enter(states)[0, :-2], states[0, 2:])
     assert torch.equal(batch.leave(batch.enter(states)), states * left[..., None])
-    # Nor is padding left out where that is switched off.
+    # Padding is not removed if that is switched off.
     wide = MASKS["every kind"].bool()
     assert make_batch(wide, wide.shape, wide.device, pack=False).rows == (6, LENGTH)
 
@@ -323,7 +323,7 @@ def test_hooks_see_the_shape_that_the_configuration_says(option, pack):
 @given(st.data())
 @torch.no_grad()
 def test_a_row_with_holes_is_the_row_alone(data):
-    """In every layout, wherever padding lies; convolutions, too, go by the tokens' ranks."""
+    """In every layout, with padding at any position; convolutions also use the tokens' ranks."""
     option = data.draw(st.sampled_from(["nystromformer-landmarks", "nystromformer-softmax", "linformer-headwise"]))
     rows = data.draw(st.lists(st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH), min_size=1, max_size=3))
     torch.manual_seed(0)
@@ -343,7 +343,7 @@ def test_a_row_with_holes_is_the_row_alone(data):
 @pytest.mark.parametrize("option", FAMILIES)
 @torch.no_grad()
 def test_maps_show_tokens_at_their_places(option, implementation):
-    """Of a row with padding anywhere: the map of the row alone, and zero at padding."""
+    """For a row with padding at any position: the map of the row alone, and zero at padding."""
     model = make_model(option)
     model.set_attn_implementation(implementation)
     mask = MASKS["every kind"]

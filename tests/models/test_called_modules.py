@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module that owns parameters is called, never read: hooks, adapters, offload and quantization hang on the call."""
+"""Modules with parameters are called, not read directly: hooks, adapters, offload and quantization depend on it."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ def test_every_module_with_parameters_is_called(option, head):
         module.register_forward_hook(lambda module, inputs, output, name=name: called.add(name))
     model(**padded_inputs(head, labels=True))
     holders = {name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
-    # What only lists modules is no layer.
+    # Containers of modules are not called.
     assert holders - called == {name for name in holders if isinstance(model.get_submodule(name), nn.ModuleList)}
 
 
@@ -78,7 +78,7 @@ def test_offloaded_weights_give_the_same_numbers(option, where, tmp_path):
 
 
 class PackedLinear(nn.Linear):
-    """As bitsandbytes stores them: the weight is bytes of another shape, which only the layer can read."""
+    """As in bitsandbytes: the weight is bytes of another shape, which only the layer can read."""
 
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, device="meta")
@@ -104,7 +104,7 @@ def replace_linear(module, make):
 @pytest.mark.parametrize("option", OPTIONS)
 @torch.no_grad()
 def test_quantized_layers(option):
-    """Dynamic int8 of torch.ao, and packed weights: near the exact result, and not it."""
+    """Dynamic int8 of torch.ao, and packed weights: close to the exact result, but not equal."""
     model = make_model(option, "ForSequenceClassification")
     inputs = padded_inputs("ForSequenceClassification")
     exact = result(model, inputs)
@@ -133,7 +133,7 @@ for option in OPTIONS:
 
 
 def test_weights_quantized_by_torchao():
-    """In a process of its own: where torchao is installed, Transformers imports it, and it prints warnings."""
+    """In a separate process, because Transformers imports torchao if it is installed, and it prints warnings."""
     folder = ROOT / ".cache" / "torchao"
     if not folder.is_dir():
         pytest.fail(f"torchao is not in {folder}; `make test` fetches it, or alone: make .cache/torchao/installed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How little a causal family needs: a sketch of one, with a state that does not grow, in Transformers' cache."""
+"""A minimal causal family, with a state of fixed size in Transformers' cache, built on the base classes."""
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -31,7 +31,7 @@ class SketchSelfAttention(SelfAttention):
         query, key = F.elu(query) + 1, F.elu(key) + 1
         if batch.mask is not None:
             key = key.masked_fill(~batch.mask[:, None, :, None], 0)
-        # The last column sums the keys alone, for the normaliser.
+        # The last column is the sum of the keys, for the normaliser.
         states = (key[..., None] * F.pad(value, (0, 1), value=1.0)[..., None, :]).cumsum(dim=2)
         before = read_state(batch.cache, self.layer_idx, State.SUMS)
         states = states if before is None else states + before[:, :, None]
@@ -63,7 +63,7 @@ def make():
 @given(st.lists(st.integers(1, LENGTH), min_size=1, max_size=5), st.integers(0, 5))
 @torch.no_grad()
 def test_prefill_and_steps_are_the_whole(sizes, padding):
-    """For any split into parts, single tokens among them, and with a row that is padded on the left."""
+    """For any split into parts, also into single tokens, and with a row that is padded on the left."""
     model = make()
     ids = torch.randint(3, 99, (2, LENGTH))
     mask = torch.ones_like(ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a CPU, without gradients, sequences are computed in blocks of tokens, and nobody can tell from the results."""
+"""On a CPU, without gradients, sequences are computed in blocks of tokens, with the same results."""
 
 from unittest import mock
 
@@ -23,7 +23,7 @@ def small_blocks():
 
 
 def widths_of_calls(model, inputs):
-    """The output without gradients, and how many tokens the feed-forward layers saw at a time."""
+    """The output without gradients, and the number of tokens in each call of the feed-forward layers."""
     seen = []
 
     class Intermediate(layers.Intermediate):

@@ -16,7 +16,7 @@ from tests.models import formulas
 from tests.models.options import ATTENTION_TOLERANCE, TOLERANCE, relative_error
 
 M = 8
-# Queries and keys: more of both, of one, of the other, of none.
+# Numbers of queries and keys: both, one or none of them above the number of landmarks.
 SIZES = [(29, 61), (61, 9), (29, 8), (8, 29), (1, 29), (29, 1), (5, 3)]
 
 
@@ -39,7 +39,7 @@ def test_reference_is_the_formula(queries, keys):
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 def test_fast_path_is_the_reference(queries, keys, traced, dtype, monkeypatch):
-    """Full and ragged rows, outputs and gradients; also what a graph records, which must hold for all lengths."""
+    """Full and ragged rows, outputs and gradients; also an exported graph, which must be right for all lengths."""
     if traced:
         monkeypatch.setattr(attention_nystrom, "is_tracing", lambda tensor: True)
     mask = torch.rand(2, keys) < 0.6
@@ -53,7 +53,7 @@ def test_fast_path_is_the_reference(queries, keys, traced, dtype, monkeypatch):
             results.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
         floor = (
             results[1][3].abs().max().view(1)
-        )  # with a single key, those of query and key are zero but for rounding
+        )  # with a single key, those of query and key are zero except for rounding
         for name, fast, expected in zip(("out", "dq", "dk", "dv"), *results, strict=True):
             fast, expected = (torch.cat([tensor.flatten(), floor]) for tensor in (fast, expected))
             assert relative_error(fast, expected) < ATTENTION_TOLERANCE[dtype], name

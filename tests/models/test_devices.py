@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose layers lie on several devices, which are emulated in a process of their own.
+"""Models whose layers are on several devices, which are emulated in a separate process.
 
-There, because PyTorch would know the emulated devices in all tests that follow.
+Otherwise, PyTorch would know the emulated devices in all later tests.
 """
 
 import multiprocessing
@@ -32,7 +32,7 @@ def elsewhere():
 
 
 def blocks_of(model):
-    """The names of the parts that a device map places: layers, and what stands beside them."""
+    """The names of the parts that a device map assigns: layers and the other modules."""
     splits = (model, model.base_model, model.base_model.encoder, model.base_model.encoder.layer)
     for name, module in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -47,7 +47,7 @@ def compare_on_two_devices(option, head):
     inputs = padded_inputs(head, labels=True)
     wanted = {"output_attentions": True, "output_hidden_states": True}
     expected = [result(model, inputs), result(model, inputs | wanted)]
-    # A head with tied weights must lie where the embeddings are.
+    # A head with tied weights must be on the device of the embeddings.
     first = ("embeddings", "encoder.layer.0", "encoder.sequence_projection", "cls")
     with emulated_devices() as devices:
         places = {name: devices[0 if name.endswith(first) else 1] for name in blocks_of(model)}
@@ -72,7 +72,7 @@ def compare_gradients(option):
         model(**inputs).loss.backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad.device == parameter.device, name
-            if gradients[name].abs().max() > 1e-6:  # that of a key's bias is zero but for rounding
+            if gradients[name].abs().max() > 1e-6:  # that of a key's bias is zero except for rounding
                 assert relative_error(parameter.grad.cpu(), gradients[name]) < 4 * TOLERANCE[torch.float32], name
 
 
@@ -84,7 +84,7 @@ def fail_on_mixed_devices():
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("option", FAMILIES)
 def test_layers_on_two_devices(elsewhere, option, head):
-    """With padding and labels, and maps and states on request, wherever the inputs are."""
+    """With padding and labels, with and without maps and states, and inputs on any device."""
     elsewhere(compare_on_two_devices, option, head)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows packed with several documents (`seq_idx`): each document is as if it were alone."""
+"""Rows packed with several documents (`seq_idx`): each document gives the same as alone."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_documents_do_not_see_each_other(option):
     model = make_model(option)
     ids, mask = torch.randint(3, 99, (3, 40)), torch.ones(3, 40, dtype=torch.long)
     documents = torch.zeros_like(ids)
-    # Of 1, 16 and 23 tokens; of 30 and 3, with padding between and after; one.
+    # Documents of 1, 16 and 23 tokens; of 30 and 3, with padding between and after; a single one.
     documents[0, 1:17], documents[0, 17:] = 1, 2
     documents[1, 30:] = 7
     mask[1, 30:35] = mask[1, 38:] = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models in the hands of a user: Auto classes, pipelines, Trainer, PEFT, sentence-transformers, graphs."""
+"""The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, sentence-transformers, graphs."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_fill_mask_at_any_length(folder):
         inputs = fill.tokenizer(text, return_tensors="pt")
         logits = fill.model(**inputs).logits[0, length]
         assert [answer["token"] for answer in answers] == logits.topk(3).indices.tolist()
-    # Texts of different lengths in a batch get the answers they get alone.
+    # Texts of different lengths in a batch get the same answers as alone.
     texts = [f"{sentence(length)} <mask>" for length in (3, 40, 20)]
     alone = [fill(text)[0] for text in texts]
     together = [answers[0] for answers in fill(texts, batch_size=3)]
@@ -99,7 +99,7 @@ def test_feature_extraction_pipeline(folder):
 
 @each_family("ForSequenceClassification", num_labels=2)
 def test_trainer_learns_saves_and_reloads(folder, tokenizer, tmp_path):
-    """Whether a sentence holds "cat", learned by Trainer with accumulation, and the same answers after a reload."""
+    """Trainer, with accumulation, learns whether a sentence contains "cat"; answers are the same after a reload."""
     torch.manual_seed(0)
     texts = [" ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (12,))) for _ in range(256)]
     data = [{**tokenizer(text), "labels": int("cat" in text.split())} for text in texts]
@@ -207,16 +207,16 @@ GRAPH_OPTIONS = (
 
 
 def shallow(option):
-    """One layer and two steps of the pseudo-inverse show all there is: tracing takes seconds for each."""
+    """One layer and two steps of the pseudo-inverse are enough: tracing takes seconds for each."""
     fields = {"pinv_iterations": 2} if option.startswith("nystromformer") else {}
     return make_model(option, "ForMaskedLM", num_hidden_layers=1, **fields)
 
 
-# Compiled elsewhere, too: below, when a script trains with --torch_compile, and while decoding.
+# Other tests compile, too: below, in a script with --torch_compile, and while decoding.
 
 
 def slow_but(*quick):
-    """The options, of which all but some are slow to compile."""
+    """The options, most of which are marked as slow, because they take long to compile."""
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in GRAPH_OPTIONS]
 
 
@@ -255,7 +255,7 @@ def test_export_with_dynamic_batch_and_length(option):
 
 @pytest.mark.parametrize("option", GRAPH_OPTIONS)
 def test_fake_and_meta_tensors_show_shapes(option):
-    """As used to plan memory and device maps, with padding that cannot be looked at."""
+    """The meta device is used to plan memory and device maps; the values of a mask cannot be read there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):

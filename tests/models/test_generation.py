@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal family generates as any model of Transformers does, with states that do not grow."""
+"""The causal family generates like any model of Transformers, with states of fixed size."""
 
 import copy
 import warnings
@@ -32,7 +32,7 @@ each_option = pytest.mark.parametrize("option", OPTIONS)
 
 
 def make(option="linear-causal", **fields):
-    """With an output layer of its own: random tied weights would repeat one token for ever."""
+    """A model with untied weights: random tied weights would repeat one token forever."""
     return make_model(option, "ForCausalLM", **{"tie_word_embeddings": False} | fields)
 
 
@@ -55,7 +55,7 @@ def greedy(model, ids, mask=None, **options):
 @given(st.data())
 @torch.no_grad()
 def test_prefill_and_steps_are_the_whole(data):
-    """For any split into parts, single tokens among them, with padding anywhere."""
+    """For any split into parts, also into single tokens, with padding at any position."""
     model = make(data.draw(st.sampled_from(OPTIONS)))
     row = st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH)
     mask = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=3))).long()
@@ -64,7 +64,7 @@ def test_prefill_and_steps_are_the_whole(data):
     whole = model(ids, attention_mask=mask).logits
     cache, parts = None, []
     for start, stop in zip([0, *cuts], [*cuts, LENGTH], strict=True):
-        # The mask of all tokens so far, as Transformers has it, or of these alone.
+        # The mask of all tokens so far, as in Transformers, or of only these tokens.
         first = data.draw(st.sampled_from([0, start]))
         part = model(ids[:, start:stop], attention_mask=mask[:, first:stop], past_key_values=cache, use_cache=True)
         cache = part.past_key_values
@@ -131,7 +131,7 @@ def test_rows_padded_on_the_left_are_the_rows_alone(option):
     assert torch.equal(out, greedy(model, ids, mask, use_cache=False))
     assert torch.equal(out[1:, 14:], greedy(model, ids[1:, 5:])[:, 9:])
     assert torch.equal(out[:1], greedy(model, ids[:1]))
-    # Whatever stands at padding.
+    # The content of padding does not matter.
     ids[1, :5] = 7
     assert torch.equal(out[1:, 14:], greedy(model, ids, mask)[1:, 14:])
 
@@ -156,7 +156,7 @@ def test_every_way_to_decode_is_that_without_a_cache(options):
         set_seed(5)
         outs.append(model.generate(ids, attention_mask=mask, max_new_tokens=NEW, use_cache=use_cache, **options))
     assert torch.equal(*outs)
-    # As it is when Transformers looks at the scores, too.
+    # The scores that Transformers returns are the same, too.
     set_seed(5)
     scored = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True, **options
@@ -172,7 +172,7 @@ def test_a_cache_is_given_back_and_continued(option):
         first = greedy(model, ids, mask, return_dict_in_generate=True)
         assert torch.equal(first.sequences, once[:, : 14 + NEW])
         whole = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long)], dim=1)
-        # The whole sequence again, of which the cache has seen all but the last token; or that token alone.
+        # The whole sequence, of which the cache contains all but the last token; or only that token.
         for tokens in (first.sequences, first.sequences[:, -1:]):
             cache = copy.deepcopy(first.past_key_values)
             out = greedy(model, tokens, whole, past_key_values=cache)

@@ -10,7 +10,7 @@ from transformers.models.nystromformer import NystromformerConfig as BuiltInConf
 import nystrom_models
 from tests.models.options import SHARED_HEADS, TINY, relative_error
 
-# As published: the two values are equal, and the built-in class attends exactly.
+# As published: the two values are equal, so the built-in class computes exact attention.
 PUBLISHED = TINY | {"max_position_embeddings": 62, "num_landmarks": 64, "segment_means_seq_len": 64}
 
 
@@ -48,7 +48,7 @@ def test_weights_and_results_move_both_ways(head, tmp_path):
 
 @torch.no_grad()
 def test_padding_agrees_where_the_built_in_does_not_leak():
-    """Without its convolution, through which padding leaks, the built-in class honours a mask on the right."""
+    """Without its convolution, through which padding leaks, the built-in class masks padding on the right."""
     theirs = built_in("ForMaskedLM")
     config = nystrom_models.NystromformerConfig(**PUBLISHED | {"conv_kernel_size": None})
     ours = nystrom_models.NystromformerForMaskedLM(config).eval()
@@ -63,7 +63,7 @@ def test_padding_agrees_where_the_built_in_does_not_leak():
 
 @torch.no_grad()
 def test_nystrom_agrees_where_the_built_in_runs_it():
-    """One head and one row: there, the built-in pseudo-inverse starts from its matrix's own norm, as in the paper."""
+    """With one head and one row, the built-in pseudo-inverse starts from the matrix's own norm, as in the paper."""
     fields = {"num_attention_heads": 1, "num_landmarks": 8, "segment_means_seq_len": 56}
     theirs = built_in("Model", **fields)
     config = nystrom_models.NystromformerConfig(**PUBLISHED | {"conv_kernel_size": 5} | fields)
@@ -75,7 +75,7 @@ def test_nystrom_agrees_where_the_built_in_runs_it():
 
 @torch.no_grad()
 def test_a_published_configuration_is_linear_here_and_exact_on_request(tmp_path):
-    """Beyond 64 tokens the published values give the Nyström method here; `None` gives the built-in's numbers."""
+    """Above 64 tokens, the published values give Nyström attention here; `None` gives the built-in's outputs."""
     theirs = built_in("ForMaskedLM", max_position_embeddings=120)
     theirs.save_pretrained(tmp_path)
     ids = torch.randint(3, 99, (1, 120))
@@ -89,7 +89,8 @@ def test_every_auto_class_of_the_built_in_gives_ours():
     config = AutoConfig.for_model("nystromformer", **TINY)
     assert type(config) is nystrom_models.NystromformerConfig
     found = 0
-    # No other name is looked up: Transformers imports what it names, and some of that needs other packages.
+    # Only this name is looked up: Transformers imports a class when its name is looked up, and some need other
+    # packages.
     for name in [name for name in dir(transformers) if name.startswith("AutoModel")]:
         mapping = getattr(getattr(transformers, name), "_model_mapping", None)
         if mapping is not None and BuiltInConfig in mapping:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every family, option and head keeps: padding is never seen, and the result is the papers' equations."""
+"""Invariants of every family, option and head: padding has no effect, and the result is that of the papers."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ LENGTHS = (1, 2, 7, 8, 9, 16, 17, 97, 256, 509, 1000)
 
 
 def rows_of(output, head):
-    """The tensors of an output by whether they have an entry a token."""
+    """The tensors of an output, grouped by whether they have an entry for each token."""
     tensors = dict(output)
     tensors.pop("hidden_states", None)
     tokens = {"last_hidden_state", "prediction_logits", "start_logits", "end_logits"}
@@ -34,8 +34,8 @@ def pad(ids, left, right):
 @pytest.mark.parametrize("option", OPTIONS)
 @torch.no_grad()
 def test_row_alone_is_row_in_a_batch(option, head):
-    """Alone, padded on the right, on the left, on both sides, beside longer rows and an empty one."""
-    # Heads share the encoder: the long lengths once an option are enough.
+    """Alone, padded on the right, on the left, on both sides, in a batch with longer rows and an empty one."""
+    # Heads share the encoder: the long lengths are tested once for each option.
     lengths = LENGTHS if head == "Model" else (1, 9, 17)
     extra = 13
     model = make_model(option, head, max_position_embeddings=max(lengths) + extra)
@@ -97,7 +97,7 @@ def test_half_precision_weights(option, dtype):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_mixed_precision_trains(option):
-    """Under autocast, with dropout: finite gradients of every parameter, and near the exact result without dropout."""
+    """Under autocast, gradients with dropout are finite, and outputs without dropout are close to the exact result."""
     dropout = {"hidden_dropout_prob": 0.1}
     if not option.startswith("linear-"):
         dropout["attention_probs_dropout_prob"] = 0.1
@@ -113,7 +113,7 @@ def test_mixed_precision_trains(option):
     assert losses[0] != losses[1]
     losses[0].backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-    assert relative_error(mixed, exact) < 2.7e-2  # 6.8e-3 seen
+    assert relative_error(mixed, exact) < 2.7e-2  # measured: 6.8e-3
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -152,7 +152,7 @@ def test_rows_of_the_map_need_linear_memory():
     length = 4096
     model = make_model("nystromformer-landmarks", max_position_embeddings=length, num_hidden_layers=1)
     ids = torch.randint(3, 99, (1, length))
-    model(ids)  # what is allocated once in a process
+    model(ids)  # memory that is allocated once in a process
     with torch.profiler.profile(profile_memory=True) as profile:
         model(ids, output_attentions=True, attention_rows=torch.tensor([0]))
     largest = max(event.cpu_memory_usage for event in profile.events())
@@ -161,7 +161,7 @@ def test_rows_of_the_map_need_linear_memory():
 
 @pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linformer-none"])
 def test_gradient_checkpointing_changes_nothing(option):
-    """Also the projection that all layers share keeps its gradient, in both variants of checkpointing."""
+    """The projection that all layers share also gets its gradient, in both variants of checkpointing."""
     ids, mask = pad(torch.randint(3, 99, (1, 40)), 5, 5)
     gradients = []
     for reentrant in (None, False, True):
@@ -240,7 +240,7 @@ def test_classification_losses():
     several = torch.tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 1]])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, several)
     torch.testing.assert_close(model(ids, labels=several).loss, expected)
-    # The labels of one call do not decide how those of the next are read.
+    # The type of labels in one call does not change that of the next call.
     torch.testing.assert_close(model(ids, labels=classes).loss, torch.nn.functional.cross_entropy(logits, classes))
     model.config.problem_type = "regression"
     torch.testing.assert_close(model(ids, labels=several).loss, torch.nn.functional.mse_loss(logits, several))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses as Trainer and users of half precision get them."""
+"""Losses in Trainer, and in half precision."""
 
 import pytest
 import torch
@@ -30,7 +30,9 @@ def rows_of(inputs, rows):
 @pytest.mark.parametrize("head", WITH_LABELS)
 @torch.no_grad()
 def test_parts_of_a_batch_add_up_to_its_loss(head):
-    """As Trainer accumulates: each part is divided by the labels of all, however unequal the parts are."""
+    """As in Trainer's accumulation: each part is divided by the number of labels of all parts, which may differ in
+    size.
+    """
     model = make_model("nystromformer-landmarks", head)
     if head == "ForMultipleChoice":
         inputs = {"input_ids": torch.randint(3, 99, (3, 2, 20)), "labels": torch.tensor([0, 1, 1])}
@@ -82,7 +84,7 @@ def test_trainer_accumulates_unequal_batches_as_one(option, tmp_path):
 
 
 def test_predictions_are_logits_and_not_losses(tmp_path):
-    """`Trainer.predict` takes out what `keys_to_ignore_at_inference` names."""
+    """`Trainer.predict` removes the outputs of `keys_to_ignore_at_inference`."""
     model = make_model("nystromformer-landmarks", "ForPreTraining")
     rows = [{"input_ids": torch.randint(3, 99, (20,)), "sentence_order_label": 1} for _ in range(3)]
     rows = [row | {"labels": row["input_ids"]} for row in rows]

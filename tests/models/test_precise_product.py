@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products in float32 where a GPU would multiply in TF32, which is emulated here: factors are rounded to 10 bits."""
+"""Products in float32 on GPUs that would multiply in TF32, which is emulated here: factors are rounded to 10 bits."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class TF32(TorchFunctionMode):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """`multiply` splits factors on a GPU alone; here it does everywhere."""
+    """Makes `multiply` split factors on all devices, not only on a GPU."""
     monkeypatch.setattr(precise_product, "multiply", precise_product._SplitProduct.apply)
     monkeypatch.setattr("nystrom_models.models.attention_nystrom.multiply", precise_product._SplitProduct.apply)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What importing the package changes in Transformers, what a checkpoint advertises of it, and the way out."""
+"""What importing the package changes in Transformers, what a checkpoint contains of it, and how to undo it."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ assert type(AutoModel.from_pretrained("saved")) is ours
 
 
 def test_unregistering_brings_the_built_in_classes_back(tmp_path):
-    """In a process of its own; what exists works on, and both may be called twice."""
+    """In a separate process; existing models continue to work, and both functions may be called twice."""
     result = subprocess.run([sys.executable, "-c", UNREGISTER], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
 
@@ -82,7 +82,7 @@ class LinformerWithMore(LinformerForMaskedLM):
 
 
 def test_a_class_in_a_users_own_file_names_no_files_that_are_not_there(tmp_path, monkeypatch):
-    """Saved from a model that was loaded from a checkpoint with code, which its configuration still names."""
+    """Saved from a model that was loaded from a checkpoint with code, which is still in its configuration."""
     (tmp_path / "users_own_model.py").write_text(USER_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     from users_own_model import LinformerWithMore
@@ -99,7 +99,7 @@ def test_a_class_in_a_users_own_file_names_no_files_that_are_not_there(tmp_path,
     assert torch.equal(again.more.weight, model.more.weight)
     assert type(AutoModelForMaskedLM.from_pretrained(tmp_path / "theirs")) is nystrom_models.LinformerForMaskedLM
 
-    # Registered as Transformers says, its own file travels.
+    # A class registered as documented by Transformers is saved with its own file.
     LinformerWithMore.register_for_auto_class("AutoModelForMaskedLM")
     model.save_pretrained(tmp_path / "shared")
     advertised = json.loads((tmp_path / "shared/config.json").read_text())["auto_map"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A saved checkpoint carries its code: it runs where the package is not installed, with trust_remote_code=True."""
+"""A saved checkpoint contains its code: it runs without the package, with trust_remote_code=True."""
 
 import json
 import os
@@ -52,13 +52,13 @@ def test_same_logits_without_the_package(clean_python, tmp_path):
         with torch.no_grad():
             expected[option] = model(**inputs)[0]
     jobs = [(str(tmp_path / option), auto) for option, (_, auto) in saved.items()]
-    # A checkpoint of one head loads as another, as it does where the package is.
+    # A checkpoint with one head loads as another, as with the package.
     jobs.append((str(tmp_path / "linformer-none"), "AutoModelForTokenClassification"))
     result = run(clean_python, LOAD, json.dumps(jobs), tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     for option, (_, auto) in saved.items():
         assert relative_error(torch.load(tmp_path / option / f"{auto}.pt"), expected[option]) < 1e-6, option
-    # Saved again there, the code is still with it.
+    # Saved again without the package, it still contains the code.
     again = {path.name for path in (tmp_path / "linformer-max_pool" / "again").iterdir()}
     assert {"modeling_linformer.py", "layers.py", "attention_linformer.py", "config.json"} <= again
 
@@ -71,7 +71,7 @@ def test_the_installed_package_is_preferred(tmp_path):
 
 
 def test_the_code_travels_whole_and_alone(tmp_path):
-    """The files beside a checkpoint are those its own code imports; none reaches outside the folder."""
+    """The files of a checkpoint are those that its code imports; none imports from outside the folder."""
     for option, own in (("nystromformer-landmarks", "nystrom"), ("linformer-layerwise", "linformer")):
         make_model(option, "ForMaskedLM").save_pretrained(tmp_path / option)
         names = {path.stem for path in (tmp_path / option).glob("*.py")}

@@ -3,8 +3,8 @@
 
     python -m tests.packaging.floors [pytest's arguments]
 
-makes .cache/floors once, of the floors in pyproject.toml (some gigabytes, for the lowest PyTorch comes with CUDA), and
-runs the tests of data, training, scripts and saved models in it. Needs a package index.
+creates .cache/floors once, with the floors of pyproject.toml (some gigabytes, because the lowest PyTorch has CUDA),
+and runs the tests of data, training, scripts and saved models in it. Needs a package index.
 """
 
 import os
@@ -23,7 +23,7 @@ except ImportError:  # Python 3.10, for which pytest brings the same
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "floors"
 # What the tests themselves need, as in the development environment.
-TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML")
+TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML", "setuptools")
 TESTS = (
     "tests/data",
     "tests/training",
@@ -52,7 +52,7 @@ def floors(extras: tuple[str, ...] = ("train",)) -> dict[str, str]:
     found = {}
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate():
-            continue  # for other Pythons
+            continue  # for other versions of Python
         lowest = [part.version for part in requirement.specifier if part.operator == ">="]
         if not lowest:
             raise ValueError(f"pyproject.toml names no lowest version of {requirement.name}.")

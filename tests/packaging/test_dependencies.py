@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is imported is declared, with its lowest version, and what not everybody needs is not imported at once."""
+"""All imported packages are declared, with their lowest versions, and optional ones are imported only when needed."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from tests.packaging.floors import ROOT, floors
 
 SOURCES = ROOT / "src" / "nystrom_models"
-# Comes with PyTorch where there is a GPU.
+# Installed with PyTorch builds for GPUs.
 WITH_PYTORCH = {"triton"}
 EXTRAS = {
     "data": ("train",),

@@ -3,8 +3,8 @@
 
     python -m build && python -m tests.packaging.wheel dist/*.whl --versions lowest
 
-The environment has nothing but the wheel and what it asks for: with the lowest versions that pyproject.toml names, or
-the newest that the package index has. Needs a package index.
+The environment has only the wheel and its dependencies, with the lowest versions that pyproject.toml names, or
+the newest of the package index. Needs a package index.
 """
 
 import argparse
@@ -36,7 +36,7 @@ print(*(f"{name} {version(name)}" for name in ("nystrom-models", "torch", "trans
 
 
 def run(wheel: Path, versions: str) -> None:
-    """Raises CalledProcessError where the wheel cannot be installed or used."""
+    """Raises CalledProcessError if the wheel cannot be installed or used."""
     pins = [f"{name}=={version}" for name, version in floors(()).items()] if versions == "lowest" else []
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)

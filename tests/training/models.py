@@ -16,7 +16,7 @@ FAMILIES = ("nystromformer", "linformer")
 
 
 def tiny_model(family, tokenizer, task="pretraining", **options):
-    """One layer of 32 with 8 landmarks, without dropout."""
+    """One layer of width 32 with 8 landmarks, without dropout."""
     torch.manual_seed(0)
     common = {
         "vocab_size": len(tokenizer),

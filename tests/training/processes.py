@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes that start fast: forked from a server that has imported the libraries, and does nothing else."""
+"""Real processes that start fast: forked from a server that has only imported the libraries."""
 
 import contextlib
 import multiprocessing
@@ -36,7 +36,7 @@ def _call(function, arguments, environment, log):
 
 
 def start(function, arguments, folder, num_processes=1, environment=None):
-    """Starts a function in processes that find each other as `torchrun` would have them; gives them and their logs."""
+    """Starts a function in processes with the environment of `torchrun`; returns them and their logs."""
     port, processes, logs = str(free_port()), [], []
     for rank in range(num_processes):
         here = dict(environment or {})
@@ -53,7 +53,7 @@ def start(function, arguments, folder, num_processes=1, environment=None):
 
 
 def finish(processes, timeout=240):
-    """The exit codes; once one process has failed, the others are ended, as `torchrun` ends them."""
+    """The exit codes; if one process fails, the others are ended, as with `torchrun`."""
     left, until = list(processes), time.monotonic() + timeout
     while left:
         wait([process.sentinel for process in left], timeout=max(0, until - time.monotonic()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run that may be stopped, from within or from outside, run by test_checkpoints.py in its own processes."""
+"""A training run that may be stopped, by itself or from outside; test_checkpoints.py runs it in its own processes."""
 
 import json
 import os
@@ -28,10 +28,10 @@ STEPS, EVERY = 14, 4
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained on what."""
+    """The options of a run: its task and its data."""
 
     family: str = "linformer"
-    data: str = "rows"  # rows, tokens, or a stream of so many files: stream1, stream2, ...
+    data: str = "rows"  # rows, tokens, or a stream of 1, 2, ... files: stream1, stream2, ...
     num_processes: int = 1
     num_workers: int = 0
     dropout: float = 0.1
@@ -51,7 +51,7 @@ class StoppingObjective(PretrainingObjective):
 
 
 def objective_that(stop, rank, data):
-    """The objective of a run that stops; in one process of several, which is enough."""
+    """The objective of a run that stops; if there are several processes, only one gets the signal."""
     if rank != 0 and stop != "term-other":
         return PretrainingObjective()
     if stop == "kill-in-a-step":
@@ -68,7 +68,7 @@ def objective_that(stop, rank, data):
     if stop in ("term", "int", "usr1"):
         return StoppingObjective({"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}[stop], 7)
     if stop == "term-late":
-        # After the processes have agreed on what to do, and before they do it.
+        # After the processes have agreed on what to do, before they do it.
         log = TrainingLoop.log
 
         def signalled_log(loop):
@@ -83,7 +83,7 @@ def objective_that(stop, rank, data):
 
 
 def make_loader(run, data, tokenizer):
-    """Epochs of about 5 steps of 8 rows: checkpoints fall within epochs and between logs."""
+    """Epochs of about 5 steps of 8 rows: checkpoints are within epochs and between logs."""
     collator = PretrainingCollator(tokenizer)
     options = {"num_workers": run.num_workers}
     micro_batch = 8 // run.num_processes
@@ -101,7 +101,7 @@ def make_loader(run, data, tokenizer):
 
 
 def main(run, data, folder, stop="", resume=None):
-    """Trains, and leaves the history and the final model in `folder`."""
+    """Trains, and saves the history and the final model in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(data)
     accelerator = create_accelerator()
     model = tiny_model(

@@ -54,7 +54,7 @@ def outcome(folder):
 
 @pytest.fixture(scope="module")
 def unstopped(data, tmp_path_factory):
-    """What a run gives that nothing stops."""
+    """The results of a run that is not stopped."""
 
     @functools.cache
     def results(kind):
@@ -106,7 +106,7 @@ def test_resumed_run_is_bit_for_bit_the_unstopped_one(kind, stop, last, data, un
     assert codes == [0] * kind.num_processes, log[-3000:]
     assert f"Resuming from {tmp_path / f'checkpoint-{last}'}" in log
     assert_equal_outcomes(tmp_path, unstopped(kind))
-    # What was logged while it ran, and what a reader of the files finds, is the same.
+    # The figures logged during the run and those in the files are the same.
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3, 6, 9, 12, 14]
 
@@ -122,7 +122,7 @@ def test_a_signal_may_ask_to_save_and_go_on(data, unstopped, tmp_path):
     ("data_kind", "before", "after"), [("rows", 2, 1), ("rows", 1, 2), ("tokens", 2, 1), ("stream2", 2, 1)]
 )
 def test_a_run_goes_on_on_another_number_of_processes(data_kind, before, after, data, unstopped, tmp_path):
-    """As the same run, with the same rows in each step: only roundings differ, and dropout, of which there is none."""
+    """The steps have the same rows, so results differ only by rounding (and by dropout, which is off here)."""
     first, then = (Run(data=data_kind, num_processes=number, dropout=0.0) for number in (before, after))
     codes, _ = start(first, data, tmp_path, "kill-while-saving")
     assert codes[0] == -signal.SIGKILL
@@ -143,7 +143,7 @@ def test_a_run_goes_on_on_another_number_of_processes(data_kind, before, after, 
     "kind", [Run(), Run(num_processes=2), Run(data="stream2"), Run(data="stream5", num_processes=2)], ids=str
 )
 def test_stopped_at_random_moments_again_and_again(kind, number, data, unstopped, tmp_path):
-    """A run of about a second, several times over, until it was stopped ten times in all."""
+    """A run of about a second, repeated until it was stopped ten times in all."""
     expected, rng, stops, rounds = unstopped(kind), random.Random(f"{kind}{number}"), 0, 0
     while stops < 10:
         rounds, folder = rounds + 1, tmp_path / str(rounds)
@@ -210,7 +210,7 @@ def test_missing_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_is_a_model(data, tmp_path):
-    """That `from_pretrained` loads, with its tokenizer and its logged figures."""
+    """`from_pretrained` loads it, with its tokenizer, and it has the logged figures."""
     codes, log = start(Run(num_processes=2), data, tmp_path)
     assert codes == [0, 0], log[-3000:]
     checkpoint = tmp_path / "checkpoint-12"
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_a_model(data, tmp_path):
 
 
 def test_an_earlier_run_in_the_same_folder_is_not_taken_for_this_one(tokenizer, examples, tmp_path):
-    """Nor by --resume_from_checkpoint latest later on."""
+    """Also not by a later --resume_from_checkpoint latest."""
     short_run(tokenizer, examples, tmp_path)
     with pytest.raises(ValueError, match=r"earlier run, checkpoint-2, .*latest.*--overwrite_output_dir"):
         short_run(tokenizer, examples, tmp_path, steps=4)

@@ -35,7 +35,7 @@ def lines(axes):
 
 
 def test_a_panel_for_every_measure(drawn, tmp_path):
-    """Figures that are missing or NaN are left out, and what is no measure of the model has no panel."""
+    """Figures that are missing or NaN are left out, and figures that do not measure the model have no panel."""
     plot_history({"a": HISTORY}, tmp_path / "curve.png")
     assert list(drawn) == ["MLM loss", "SOP loss"]
     assert lines(drawn["MLM loss"]) == [("a", [1, 2], [5.0, 4.0]), ("held out", [2], [4.5])]
@@ -50,7 +50,7 @@ def test_several_runs_share_the_panels(drawn, tmp_path):
     assert lines(drawn["MLM loss"])[1:] == [("a, held out", [2], [4.5]), ("b", [3], [1.0])]
     assert len({line.get_color() for line in drawn["MLM loss"].lines}) == 2
     [legend] = [axes.get_legend() for axes in drawn.values() if axes.get_legend() is not None]
-    assert [text.get_text() for text in legend.get_texts()] == ["b"]  # in the first panel, of what it shows
+    assert [text.get_text() for text in legend.get_texts()] == ["b"]  # in the first panel, for its lines
 
 
 def test_nothing_to_draw(tmp_path):

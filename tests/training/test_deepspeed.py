@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ZeRO on two CPU processes, through the loop that the scripts use, against DDP.
 
-Accelerate offers DeepSpeed on GPUs alone; here it is told to take gloo. DeepSpeed is no part of the development
-environment, for it compiles an operator at its first start (a C++ compiler, ninja):
+Accelerate supports DeepSpeed only on GPUs; here it is made to use gloo. DeepSpeed is not part of the development
+environment, because it compiles an operator at its first start (with a C++ compiler and ninja):
 
     DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
 """
@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
 
 
 def train(stage, folder_of_data, folder, resume=None):
-    """The run that test_checkpoints.py stops and resumes, by the launch file of a stage."""
+    """The run that test_checkpoints.py stops and resumes, with the launch file of a ZeRO stage."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
     import accelerate.state
     from accelerate.utils import DeepSpeedPlugin, DistributedType

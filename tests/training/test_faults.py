@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not finite: found before the weights change, left out if asked to, and never saved."""
+"""Values that are not finite are found before the weights change, skipped on request, and never saved."""
 
 import math
 
@@ -32,7 +32,7 @@ class Breaks(PretrainingObjective):
         if self.step in self.steps and self.what == "loss":
             losses["mlm_loss"] = losses["mlm_loss"] * math.nan
         elif self.step in self.steps:
-            # The root is 0, and its slope there infinite.
+            # The root is 0, and its derivative is infinite there.
             losses["mlm_loss"] = losses["mlm_loss"] + (self.weight - self.weight.detach()).pow(2).sum().sqrt()
         return losses
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However processes are launched, they are one run, or an error that says what to set."""
+"""With any launcher, the processes are one run, or an error says what to set."""
 
+import copy
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from tests.training import processes
         ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
         ({"MV2_COMM_WORLD_SIZE": "3"}, 3),
         ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1),  # a batch script, of which there is one
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1),  # a batch script, which runs once
     ],
     ids=str,
 )
@@ -43,7 +44,7 @@ def describe(folder):
 
 
 def as_open_mpi(folder):
-    """What `mpirun -np 2` sets."""
+    """The variables that `mpirun -np 2` sets."""
     rank = os.environ.pop("RANK")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
@@ -53,7 +54,7 @@ def as_open_mpi(folder):
 
 
 def as_srun(folder):
-    """What `srun -n 2` sets, by which the processes cannot find each other."""
+    """The variables that `srun -n 2` sets, with which the processes cannot find each other."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name)
     os.environ["SLURM_STEP_NUM_TASKS"] = "2"
@@ -63,7 +64,7 @@ def as_srun(folder):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 @pytest.mark.parametrize("launch", [describe, as_open_mpi])
 def test_processes_share_the_cpu_without_further_settings(launch, tmp_path):
-    """As torchrun launches them, and MPI; Accelerate by itself lets each train alone."""
+    """Launched by torchrun or MPI; with only Accelerate, each would train alone."""
     codes, log = processes.run(launch, str(tmp_path), folder=tmp_path, num_processes=2)
     assert codes == [0, 0], log[-3000:]
     for rank in (0, 1):
@@ -77,7 +78,7 @@ def sharded(folder):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 def test_sharding_that_would_not_happen_is_an_error(tmp_path):
-    """Accelerate shards on no CPU, and would take DDP instead without a word."""
+    """Accelerate does not shard on CPUs, and would use DDP instead without a message."""
     codes, log = processes.run(sharded, str(tmp_path), folder=tmp_path, num_processes=2)
     assert any(codes) and "FSDP was requested, but Accelerate would train without it" in log
 
@@ -91,7 +92,7 @@ def test_processes_that_do_not_find_each_other_are_an_error(tmp_path):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, tmp_path):
-    """On CPUs, and without MPI, it starts one process, whatever --num_processes says."""
+    """On CPUs without MPI, it starts one process with any --num_processes."""
     script = tmp_path / "script.py"
     script.write_text(
         "from nystrom_models.training import create_accelerator\n"
@@ -110,11 +111,11 @@ def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, 
 
 
 def test_a_process_that_is_alone_already(monkeypatch):
-    # Not in the state that a test before has left, in half precision for instance, nor with its variables.
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE", "MASTER"))]:
-        monkeypatch.delenv(name)
+    # Without the state of earlier tests, such as half precision.
     AcceleratorState._reset_state(reset_partial_state=True)
     create_accelerator()
+    # As `Dataset.map` with several processes does.
+    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"2 processes were launched \(WORLD_SIZE\).*ACCELERATE_USE_CPU=true"):
         create_accelerator()

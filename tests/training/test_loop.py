@@ -30,7 +30,7 @@ from tests.training.models import FAMILIES, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
-# Of float64 models; Adam makes more of a difference where a gradient is nearly zero.
+# For float64 models; where a gradient is nearly zero, Adam amplifies differences.
 TOLERANCE = 1e-9
 
 
@@ -46,7 +46,7 @@ def pretrain(model, examples, tokenizer, micro_batch=8, accumulation=1, steps=4,
 
 
 def assert_equal_histories(history, other_history):
-    """Two runs took the same steps."""
+    """Checks that two runs took the same steps."""
     for a, b in zip(history, other_history, strict=True):
         assert a == pytest.approx(b | {"tokens_per_second": a["tokens_per_second"]}, rel=TOLERANCE, nan_ok=True)
 
@@ -94,7 +94,7 @@ def test_classification_learns(texts, tokenizer):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_equal_one_batch(family, examples, tokenizer):
-    """Though they differ in their numbers of masked tokens and of pairs, and steps go on in a second epoch."""
+    """The parts differ in their numbers of masked tokens and of pairs, and steps continue in a second epoch."""
     few = examples.select(range(48))
     (whole, weights), (divided, divided_weights) = (
         (pretrain(model, few, tokenizer, micro_batch, accumulation, steps=5).history, model.state_dict())
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights(examples, tokenizer)
             return {name: loss * (float("nan") if self.calls == 5 else 1.0) for name, loss in losses.items()}
 
     model = tiny_model("nystromformer", tokenizer)
-    # Two micro-batches a step: the fifth call is in step 3.
+    # Two micro-batches per step: the fifth call is in step 3.
     with pytest.raises(
         FloatingPointError,
         match=r"loss of step 3 is not finite \(epoch 1, 8 rows from number 17 .*after step 2.*--learning_rate",

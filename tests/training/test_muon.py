@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon beside AdamW: each steps its own parameters, and both together are one optimizer to a run."""
+"""Muon with AdamW: each updates its own parameters, and both are used as one optimizer."""
 
 import copy
 
@@ -22,7 +22,7 @@ OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "optim": "muon"}
 
 
 def set_gradients(*models):
-    """The same ones to each, drawn anew."""
+    """Sets new random gradients, the same for each."""
     for parameters in zip(*(model.parameters() for model in models), strict=True):
         gradient = torch.randn_like(parameters[0])
         for parameter in parameters:
@@ -47,7 +47,7 @@ def test_of_another_package():
 
 
 def test_steps_are_those_of_either_optimizer():
-    """Before and after the state was saved and loaded."""
+    """Also after the state was saved and loaded."""
     model = make_model("linformer-none", "ForPreTraining")
     alone = copy.deepcopy(model)
     optimizer = create_optimizer(model, OptimizationArguments(**OPTIONS))

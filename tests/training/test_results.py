@@ -17,7 +17,7 @@ class Arguments:
 def test_what_is_written(tmp_path):
     path = write_results(tmp_path, {"validation": {"pearson": math.nan, "loss": 0.5}}, Arguments())
     content = json.loads(path.read_text())
-    # A correlation that does not exist: NaN is no JSON.
+    # An undefined correlation: NaN is not valid JSON.
     assert content["results"] == {"validation": {"pearson": None, "loss": 0.5}}
     assert content["arguments"] == {"seed": 3}
     assert content["versions"]["nystrom_models"] == nystrom_models.__version__

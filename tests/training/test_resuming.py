@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be the same when a run goes on, what may change, and what is worth a warning."""
+"""Which settings must be the same when a run is resumed, which may change, and which cause a warning."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def settings(*, model=None, pretraining=None, optimization=None, **content):
 
 
 def test_every_flag_has_a_rule():
-    """One that nobody thought of must match."""
+    """A flag that is in no list must match."""
     rules = identity.HOUSEKEEPING | identity.SHOWN_BY_CONTENT | identity.MAY_CHANGE | identity.WARNED
     flags = {
         field.name
@@ -40,7 +40,18 @@ def test_every_flag_has_a_rule():
     assert flags - rules == {
         *("seed", "streaming", "shuffle_buffer_size", "max_length", "block_size", "sentence_order", "mlm_probability"),
         *("whole_word_mask", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "tokens_per_step"),
-        *("group_by_length", "optim"),
+        *(
+            "group_by_length",
+            "optim",
+            "lora_r",
+            "lora_alpha",
+            "temperature",
+            "alpha_ce",
+            "alpha_mlm",
+            "alpha_mse",
+            "alpha_cos",
+        ),
+        *("attention_matching_steps", "attention_matching_parameters", "attention_matching_learning_rate"),
         *("pretrain_on_task", "pretrain_steps", "pretrain_learning_rate", "pretrain_mlm_probability"),
     }
     assert not identity.MAY_CHANGE & identity.WARNED and not identity.PLACES & identity.MAY_CHANGE
@@ -106,13 +117,13 @@ def test_a_longer_run_follows_the_longer_schedule(tokenizer, examples, tmp_path,
     assert state.step == 12
     # After one step of warm-up, 8 of 11 steps of decay are left.
     assert "The learning rate was 0 and is now 0.000727273" in capsys.readouterr().out
-    # As it would have been from the fourth step on.
+    # The same as if it had been set from the start.
     whole = short_run(tokenizer, examples, tmp_path / "whole", steps=12)
     assert state.history[-1]["learning_rate"] == whole.history[-1]["learning_rate"] == 0.0
 
 
 def test_a_lower_learning_rate_is_taken(tokenizer, examples, tmp_path):
-    """As the error of a run that diverged advises."""
+    """Following the advice of the error of a run that diverged."""
     short_run(tokenizer, examples, tmp_path, steps=6)
     checkpoint = str(tmp_path / "checkpoint-2")
     with pytest.warns(UserWarning, match=r"--learning_rate was 0\.001 and is 1e-30"):

@@ -52,7 +52,7 @@ VALUES = [0.5, 0.7, 0.6, 0.6, 0.6, 0.9]
 
 
 def run(examples, tokenizer, folder, patience=None, **options):
-    """Evaluates every two of twelve steps, with figures that are known."""
+    """Evaluates every two of twelve steps, with given figures."""
     accelerator = create_accelerator()
     figures = {2 * i + 2: value for i, value in enumerate(VALUES)}
 
@@ -103,11 +103,11 @@ def test_the_best_model_is_kept(examples, tokenizer, tmp_path):
 
 def test_a_run_ends_for_want_of_better_evaluations(examples, tokenizer, tmp_path):
     state, _ = run(examples, tokenizer, tmp_path, patience=2)
-    assert state.stopped_early and not state.interrupted and state.step == 8  # best at 4, none better at 6 and 8
+    assert state.stopped_early and not state.interrupted and state.step == 8  # best at 4, not better at 6 and 8
 
 
 def test_going_on_from_before_the_best_forgets_it(examples, tokenizer, tmp_path):
-    """What is kept must be of the run as it goes on, not of one that came after."""
+    """The best model must be from the resumed part of the run, not from steps that are repeated."""
     run(examples, tokenizer, tmp_path)
     state, best = run(examples, tokenizer, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert (state.best.step, best.step()) == (4, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 as its launch file wraps the models, by PyTorch's own `fully_shard`: Accelerate shards on no CPU."""
+"""FSDP2 as in its launch file, by PyTorch's `fully_shard`, because Accelerate does not shard on CPUs."""
 
 import json
 from itertools import islice
@@ -32,12 +32,12 @@ from tests.training.models import FAMILIES, tiny_model
 
 STEPS, SAVED_AFTER = 20, 11
 LAUNCH = yaml.safe_load((Path(__file__).parents[2] / "configs" / "accelerate" / "fsdp2.yaml").read_text())
-# Of float64 models.
+# For float64 models.
 TOLERANCE = 1e-9
 
 
 def shard(model):
-    """As Accelerate does by the launch file: the layers it names, then all that is left."""
+    """Shards as Accelerate does with the launch file: first the layers it names, then the rest."""
     wrapped = LAUNCH["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
     reshard = LAUNCH["fsdp_config"]["fsdp_reshard_after_forward"]
     layers = [module for module in model.modules() if type(module).__name__ == wrapped]
@@ -52,7 +52,7 @@ def full(tensor):
 
 
 def train(family, data, folder, sharded, resume=False):
-    """Losses and norms of the steps; the checkpoint on the way and the final model are saved."""
+    """Losses and gradient norms of the steps; an intermediate checkpoint and the final model are saved."""
     accelerator = create_accelerator()
     tokenizer = AutoTokenizer.from_pretrained(data)
     model = tiny_model(family, tokenizer, num_hidden_layers=2).double()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains on any number of processes and writes what came out; run by test_loop.py through `torchrun`."""
+"""Trains on any number of processes and writes the results; run by test_loop.py through `torchrun`."""
 
 import json
 import sys
@@ -63,7 +63,7 @@ def finetune(accelerator, family, tokenizer, texts):
 
 
 def run(folder):
-    """What pretraining and fine-tuning of each family gave."""
+    """The results of pretraining and fine-tuning of each family."""
     accelerator = create_accelerator()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with open(f"{folder}/texts.json") as file:

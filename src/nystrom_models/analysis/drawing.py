@@ -285,11 +285,11 @@ def _masked_accuracy(inspection: Inspection, figure: Figure) -> None:
 
 
 def _map_pictures(inspection: Inspection) -> Iterator[Picture]:
-    """For each layer its best, middle and worst head: exact map above, approximated map below."""
+    """For each layer the pictured text's best, middle and worst head: exact map above, approximated map below."""
     for index, layer in inspection.layers.items():
-        if layer.pictures is None or layer.spectrum is None:
+        if layer.pictures is None or layer.picture_errors is None or layer.spectrum is None:
             continue
-        errors = inspection.map_error(index, inspection.main)
+        errors = layer.picture_errors
         order = errors.argsort().tolist()
         heads = list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]]))
         yield Picture(

@@ -15,6 +15,7 @@ from .measures import (
     landmark_matrix,
     nystrom_map,
     pinv_residual,
+    relative_error,
     singular_values,
     squared_sums,
     squared_tails,
@@ -129,7 +130,7 @@ class _Measuring:
         rows = self.rows_of(length).to(row.query.device)
         exact = row.exact_map(rows)
         exact_output = exact @ row.value
-        main = None
+        main, main_error = None, None
         for setting in self.settings(row):
             found, output = row.approximation(setting, rows)
             sums = Sums(squared_sums(found, exact).cpu(), squared_sums(output, exact_output).cpu())
@@ -138,13 +139,14 @@ class _Measuring:
                 sums.residuals.append(pinv_residual(matrix, setting.pinv_iterations or 0).cpu())
             layer.add_errors(setting, sums)
             if self.is_main(setting):
-                main = found
+                main, main_error = found, relative_error(squared_sums(found, exact)).cpu()
         is_longest = layer.spectrum is None or layer.spectrum.length <= length
         if length <= self.max_rows and is_longest:
             values = singular_values(exact).cpu()
             layer.add_spectrum(Spectrum(length, cumulative_share(values), squared_tails(values)))
             if main is not None and layer.spectrum is not None and layer.spectrum.texts == 1:
                 layer.pictures = torch.stack([_shrunk(exact), _shrunk(main)])
+                layer.picture_errors = main_error
         if self.token is not None and (layer.token is None or layer.token.shape[-1] < length):
             layer.token = self.rows_of_token(row).cpu()
 

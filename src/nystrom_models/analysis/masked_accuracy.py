@@ -29,7 +29,9 @@ def attending_through(model: PreTrainedModel, num_landmarks: int | None, pinv_it
     if isinstance(model, BasePreTrainedModel):
         config = model.config
         if not isinstance(config, NystromformerConfig):
-            raise ValueError(f"{type(model).__name__} has no landmarks: give a Nyströmformer or a model with softmax.")
+            raise ValueError(
+                f"{type(model).__name__} has no landmarks: give a Nyströmformer or a model of Transformers."
+            )
         before = config.num_landmarks, config.pinv_iterations
         config.num_landmarks, config.pinv_iterations = num_landmarks, pinv_iterations
         try:

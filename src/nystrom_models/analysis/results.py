@@ -55,8 +55,10 @@ class Spectrum:
 class Layer:
     """The measurements of a layer.
 
-    errors: sums by setting. spectrum: that of the exact maps. pictures: (2, H, P, P), the exact and the approximated
-    maps of a text. token: what the chosen token attends to, (2, H, N), exactly and approximated.
+    errors: sums by setting. spectrum: that of the exact maps.
+    pictures: (2, H, P, P), the exact and the approximated maps of a text. picture_errors: (H,), the relative errors of
+        these.
+    token: what the chosen token attends to, (2, H, N), exactly and approximated.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Layer:
     errors: dict[Setting, Sums] = field(default_factory=dict)
     spectrum: Spectrum | None = None
     pictures: Tensor | None = None
+    picture_errors: Tensor | None = None
     token: Tensor | None = None
 
     def add_errors(self, setting: Setting, sums: Sums) -> None:

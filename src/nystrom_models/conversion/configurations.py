@@ -84,7 +84,7 @@ def converted_config(
 
 
 def _family_fields(source_config: PreTrainedConfig, config_class: type[BaseConfig]) -> dict[str, Any]:
-    """The family's own fields, beside those of `BaseConfig`, as far as the source determines them."""
+    """The family's own fields, without those of `BaseConfig`, as far as the source determines them."""
     own = {item.name for item in dataclasses.fields(config_class)}
     if source_config.model_type == config_class.model_type:
         return {name: getattr(source_config, name) for name in own - _base_fields()}

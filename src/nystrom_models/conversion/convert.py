@@ -57,7 +57,7 @@ def convert(
     families at any length, it is a different function, which needs further training.
 
     - **Positions** are repeated or interpolated up to `max_position_embeddings`, or cut. A row's first token has the
-      source's first position, wherever the padding is. (BERT itself counts padding on the left as tokens.)
+      source's first position, with padding at any position. (BERT itself counts padding on the left as tokens.)
     - **Convolution.** A convolution of a family of this package is copied. Otherwise it starts at zero, and not at
       random as in the Nyströmformer paper: the model then starts as the same function as the source, and a kernel of
       zeros still gets gradients.
@@ -208,7 +208,7 @@ def convert_checkpoint(
         model_name_or_path, config, head, positions, sample, matching, return_report, kwargs: see [`convert`]. The
             source must come with a tokenizer.
         output_dir: a folder that is new or empty.
-        save_report: whether to write the report beside the model, as conversion_report.json.
+        save_report: whether to write the report to the same folder, as conversion_report.json.
 
     Returns:
         What [`convert`] returns.

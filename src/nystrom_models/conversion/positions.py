@@ -26,10 +26,10 @@ def fit_positions(table: Tensor, first: int, length: int, method: str) -> tuple[
 
     Args:
         method: how to make more positions than the table has. "repeat", as in Longformer (Beltagy et al. 2020,
-            arXiv:2004.05150, section 5): a sequence that fits into the table keeps its positions, but positions occur
-            several times. "interpolate": linearly between the first and the last position, which stay (usual for
-            images: Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2): no two positions are the same, but every
-            sequence gets positions other than before.
+            arXiv:2004.05150, section 5): differences between positions up to P stay the same, and a sequence that fits
+            into the table keeps its positions. "interpolate": linearly, with the same first and last position (usual
+            for images: Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2): no two positions are the same, but
+            every sequence gets other positions than before.
 
     If fewer positions are needed, both methods take the first ones.
     """

@@ -46,8 +46,8 @@ def auto_class(head: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses Transformers' report of missing and unexpected weights; this package reports them itself."""
+def without_load_report() -> Iterator[None]:
+    """Suppresses Transformers' report of missing and unexpected weights; the caller reports them."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -83,7 +83,7 @@ def read_source(
     reader = getattr(transformers, kind.pretraining_class) if head == "ForPreTraining" else auto_class(head)
     # Weights of the wrong shape are reported as missing, and refused if they belong to the encoder.
     arguments = arguments | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with _quiet():
+    with without_load_report():
         model, info = reader.from_pretrained(model_name_or_path, config=copy.deepcopy(config), **arguments)
         # The names of base models have no prefix.
         prefix = model.base_model_prefix + "."

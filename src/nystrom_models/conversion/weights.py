@@ -22,10 +22,16 @@ _POSITIONS = "embeddings.position_embeddings.weight"
 _TYPES = "embeddings.token_type_embeddings.weight"
 _WORDS = "embeddings.word_embeddings.weight"
 _DECODER = "cls.predictions.decoder.weight"
-# Weights of a family's attention beside queries, keys and values, which the other families do not have.
 _OF_A_FAMILY = re.compile(
-    r"encoder\.(layer\.\d+\.attention\.self\.(conv|query_features|key_features|\w*projection)|sequence_projection)\."
+    r"(^|.*\.)encoder\.(layer\.\d+\.attention\.self\.(conv|query_features|key_features|\w*projection)"
+    r"|sequence_projection)\."
 )
+
+
+def is_of_a_family(name: str) -> bool:
+    """Whether a parameter, by its name, belongs to a family's attention beside queries, keys and values, so that the
+    other families do not have it: feature maps, projections of the tokens (E and F), a convolution."""
+    return _OF_A_FAMILY.match(name) is not None
 
 
 @dataclass
@@ -67,7 +73,7 @@ def take_over(
         if name in parameters and parameters[name].shape == tensor.shape and not _is_projection(name):
             state.put(name, tensor, theirs)
             continue
-        if name.startswith(("embeddings.", "encoder.")) and not _OF_A_FAMILY.match(name):
+        if name.startswith(("embeddings.", "encoder.")) and not is_of_a_family(name):
             raise ValueError(f"The weight {theirs!r} of the source has no place in {type(model).__name__}.")
         left_behind.add(theirs)
     left_behind -= {theirs for name, (_, theirs) in source.weights.items() if name in state.tensors}
@@ -96,7 +102,7 @@ def take_over(
 
 
 def _is_projection(name: str) -> bool:
-    return _OF_A_FAMILY.match(name) is not None and "projection." in name
+    return is_of_a_family(name) and "projection." in name
 
 
 def _with_prefix(name: str, prefix: str) -> str:

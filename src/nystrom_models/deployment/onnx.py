@@ -151,8 +151,8 @@ def export_onnx(
     # The metadata contain stack traces with paths of this machine.
     ClearMetadataAndDocStringPass()(program.model)
     for weight in program.model.graph.initializers.values():
-        # The shape of a weight is also in the weight itself. With both, quantization fails: it transposes the weights
-        # of classifiers but not these separate shapes (github.com/microsoft/onnxruntime/issues/25890).
+        # The type and shape are also in the weight itself. With both, quantization fails: it transposes the weights of
+        # classifiers but not these separate shapes (github.com/microsoft/onnxruntime/issues/25890).
         weight.type = weight.shape = None
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts:
                 _faults[key] = attempt(device, *facts)
         except torch.OutOfMemoryError:
             return f"there is no memory on {device} for a first try of them"  # not kept: memory may be free later
-        except Exception as error:  # whatever a compiler or a driver raises
+        except Exception as error:  # compilers and drivers raise errors of many types
             _faults[key] = f"a first try on {device} failed ({type(error).__name__}: {str(error)[:200]})"
     return _faults[key]
 

@@ -3,6 +3,7 @@
 
 from .arguments import DataArguments, RunArguments, parse_arguments
 from .checkpoints import CheckpointArguments, find_checkpoint, list_checkpoints
+from .distillation import TeacherArguments, with_teacher
 from .launch import create_accelerator
 from .loop import Evaluation, TrainingState, num_training_steps, train
 from .objectives import (
@@ -17,6 +18,7 @@ from .optimization import OptimizationArguments, create_optimizer, create_schedu
 from .saving import save_pretrained
 from .scores import evaluate, predict
 from .selection import Goal
+from .teacher import Teacher
 
 __all__ = [
     "CausalObjective",
@@ -31,6 +33,8 @@ __all__ = [
     "PretrainingObjective",
     "RegressionObjective",
     "RunArguments",
+    "Teacher",
+    "TeacherArguments",
     "TrainingState",
     "create_accelerator",
     "create_optimizer",
@@ -43,4 +47,5 @@ __all__ = [
     "predict",
     "save_pretrained",
     "train",
+    "with_teacher",
 ]

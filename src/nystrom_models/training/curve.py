@@ -10,7 +10,8 @@ from .results import read_json_lines
 
 # Labels of the figures that are plotted. `learning_rate` and `tokens_per_second` do not measure the model.
 _LABELS = {"loss": "loss", "accuracy": "accuracy", "mlm_loss": "MLM loss", "sop_loss": "SOP loss"}
-_LABELS |= {"mlm_accuracy": "MLM accuracy", "sop_accuracy": "SOP accuracy"}
+_LABELS |= {"mlm_accuracy": "MLM accuracy", "sop_accuracy": "SOP accuracy", "attention_loss": "attention loss"}
+_LABELS |= {"ce_loss": "teacher's predictions", "mse_loss": "states, squared error", "cos_loss": "states, 1 - cosine"}
 _HELD_OUT = "eval_"
 
 

@@ -27,7 +27,8 @@ HOUSEKEEPING = frozenset(
 # Names and paths of data and models: their content is compared, so they may be moved.
 PLACES = frozenset(
     "train_file validation_file test_file validation_mismatched_file test_mismatched_file test_ax_file dataset_name"
-    " dataset_config_name data_dir model_name_or_path config_name tokenizer_name trust_remote_code".split()
+    " dataset_config_name data_dir model_name_or_path teacher_model_name_or_path config_name tokenizer_name"
+    " trust_remote_code".split()
 )
 
 # Flags that change the training data or the model's configuration, which are compared directly.
@@ -117,14 +118,18 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of all tokens and their ids."""
+    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
 def model_settings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The configuration and the vocabulary of a model, for the settings of a run."""
     ignored = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
-    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
     # In the form that JSON returns: keys of dictionaries are strings.
     fields = {name: _text_keys(value) for name, value in fields.items()}
-    return {"the model's configuration": fields, "the tokenizer's vocabulary": vocabulary}
+    return {"the model's configuration": fields, "the tokenizer's vocabulary": vocabulary_digest(tokenizer)}
 
 
 def _text_keys(value: Any) -> Any:

@@ -18,19 +18,24 @@ _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def launched_processes(environment: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """The number of processes that a launcher started, 1 without a launcher, and the variable that contains it."""
+def launched_processes(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """The number of processes that a launcher started, 1 without a launcher, and the variable that contains it.
+
+    environment: the variables; None for those of this process.
+    """
+    # Not as a default argument: `Dataset.map` with several processes leaves another object at `os.environ`.
+    environment = os.environ if environment is None else environment
     for name in _SIZES:
         if environment.get(name, "").isdecimal() and int(environment[name]) > 1:
             return int(environment[name]), name
     return 1, ""
 
 
-def _dropped_processes(environment: Mapping[str, str] = os.environ) -> bool:
+def _dropped_processes() -> bool:
     """Whether `accelerate launch` was asked for several processes but started one, as it does on CPUs without MPI.
     Then it sets a port at which processes meet, but not their number."""
-    launched = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment
-    return launched and not any(name in environment for name in _SIZES)
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    return launched and not any(name in os.environ for name in _SIZES)
 
 
 # Environment variables that request sharded training, and Accelerate's type for each.

@@ -147,13 +147,18 @@ class TrainingLoop:
             raise ValueError(
                 f"--optim muon needs whole matrices, and {accelerator.distributed_type.value} divides them: use adamw."
             )
+        if objective.preparation is not None and objective.preparation.steps >= self.total_steps:
+            raise ValueError(
+                f"The first {objective.preparation.steps} steps match the teacher's attention, and the run has "
+                f"{self.total_steps}: give more --max_train_steps, or fewer --attention_matching_steps."
+            )
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             # DeepSpeed needs the number of rows of a micro-batch, which it cannot see, and clips gradients itself.
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
             config["gradient_clipping"] = args.max_grad_norm
         self.model, self.optimizer = accelerator.prepare(model, create_optimizer(model, args))
-        self.scheduler = create_scheduler(self.optimizer, args, self.total_steps)
+        self.scheduler = create_scheduler(self.optimizer, args, self.total_steps, objective.preparation)
         self.state = TrainingState(self.model)
         self.window = Sums(accelerator)  # since the last log
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
@@ -224,45 +229,59 @@ class TrainingLoop:
     def take_step(self, step: Step) -> None:
         """Computes the gradient over all micro-batches of all processes, and updates the weights."""
         accelerator = self.accelerator
-        counts = self._count_targets(step)
+        objective = self.objective.at_step(self.state.step)
+        counts = self._count_targets(objective, step)
         totals = accelerator.reduce({name: count.sum() for name, count in counts.items()}, "sum")
         loss = torch.zeros((), device=accelerator.device)
         for number, (batch, num_rows) in enumerate(zip(step.batches, step.num_rows, strict=True)):
             accelerator.sync_gradients = number == len(step.batches) - 1
-            with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
+            # DDP waits for the gradients of all weights. If there are only some, they are averaged below.
+            averages = accelerator.sync_gradients and not objective.is_partial
+            with nullcontext() if averages else accelerator.no_sync(self.model):
                 batch = send_to_device(batch, accelerator.device, non_blocking=True)
                 shares = {name: (count[number], totals[name]) for name, count in counts.items()}
-                loss += self._backward(batch, shares, num_rows > 0)
+                loss += self._backward(objective, batch, shares, num_rows > 0)
+        if objective.is_partial:
+            self._average_gradients()
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self._update_weights(loss, norm, step.where)
         self.position = step.position
         self.state.step += 1
         self.bar.update()
 
-    def _count_targets(self, step: Step) -> dict[str, Tensor]:
+    def _average_gradients(self) -> None:
+        """Averages the existing gradients over the processes, as DDP does if all weights have one."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
+
+    def _count_targets(self, objective: Objective, step: Step) -> dict[str, Tensor]:
         """The number of targets of every loss in every micro-batch, int64 of shape (micro-batches,)."""
-        targets = [self.objective.num_targets(batch) for batch in step.batches]
+        targets = [objective.num_targets(batch) for batch in step.batches]
         rows = torch.tensor(step.num_rows) > 0
         return {
             name: (torch.stack([counts[name] for counts in targets]) * rows).to(self.accelerator.device)
             for name in targets[0]
         }
 
-    def _backward(self, batch: Batch, shares: Mapping[str, tuple[Tensor, Tensor]], counted: bool) -> Tensor:
+    def _backward(
+        self, objective: Objective, batch: Batch, shares: Mapping[str, tuple[Tensor, Tensor]], counted: bool
+    ) -> Tensor:
         """Adds the gradient of a micro-batch's share of the step's loss, and returns that share."""
-        outputs = self.model(**batch)
-        losses, weighted = self.objective.losses(outputs), []
+        outputs = objective.forward(self.model, batch)
+        losses, weighted = objective.losses(outputs), []
         for name, (count, total) in shares.items():
             # The mean of a loss without targets is 0 / 0.
             losses[name] = torch.where(count > 0, losses[name], 0.0)
             # In float32, or in float64 if the model is in float64.
             dtype = torch.promote_types(losses[name].dtype, torch.float32)
-            weighted.append(losses[name] * (count.to(dtype) / total.clamp(min=1)))
+            share = count.to(dtype) / total.clamp(min=1)
+            weighted.append(losses[name] * (share * objective.weights.get(name, 1.0)))
         loss = torch.stack(weighted).sum()
         # DDP, FSDP and DeepSpeed average gradients over processes.
         self.accelerator.backward(loss * self.accelerator.num_processes)
         with torch.no_grad():
-            scores = self.objective.scores(outputs, batch, with_loss=False)
+            scores = objective.scores(outputs, batch, with_loss=False)
             scores |= {name: (losses[name] * count, count) for name, (count, _) in shares.items()}
             self.window.add({name: (total * counted, count * counted) for name, (total, count) in scores.items()})
             self.num_tokens += batch["attention_mask"].sum() * counted

@@ -108,7 +108,7 @@ def span(value: int | Sequence[int] | Sequence[Sequence[int]]) -> str:
 
 
 def limits_of(config: BaseConfig) -> list[str]:
-    """Sentences about what a model of this configuration cannot do, whatever it was trained on."""
+    """Sentences about what a model of this configuration cannot do, with any training."""
     limits = []
     if config.max_position_embeddings is not None:
         limits.append(

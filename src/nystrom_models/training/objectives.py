@@ -2,27 +2,52 @@
 """Losses to train on and scores to report: the only difference between pretraining and fine-tuning in the loop."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Batch = Mapping[str, Tensor]
 
 
-class Objective(Protocol):
+class Preparation(NamedTuple):
+    """The first steps of a run, before its schedule begins: their number and their constant learning rate."""
+
+    steps: int
+    learning_rate: float
+
+
+class Objective:
     """Losses to train on, and scores to report.
 
     A loss is a mean over some number of targets. The number must be known before the forward pass, so that
     micro-batches and processes with different numbers of targets add up to the mean over all of them.
+
+    weights: the weights of losses in their sum, by name; 1 if a name is missing. Losses are logged without weights.
+    is_partial: whether some of the trained weights get no gradient. They then stay unchanged.
+    preparation: see [`Preparation`]; None if the schedule begins with the first step.
     """
+
+    weights: Mapping[str, float] = {}
+    is_partial: bool = False
+    preparation: Preparation | None = None
+
+    def at_step(self, step: int) -> "Objective":
+        """The objective of a step, counted from 0; by default this one."""
+        return self
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Runs the model, as prepared by Accelerate, and returns the argument of [`losses`] and [`scores`]."""
+        return model(**batch)
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """For each loss of `batch` the number of targets that it is a mean over, int64 of shape ()."""
+        raise NotImplementedError
 
     def losses(self, outputs: Any) -> dict[str, Tensor]:
         """The losses, of shape (), with the names of [`num_targets`]."""
+        raise NotImplementedError
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """For each score the sums by row and the numbers of targets by row, both of shape (B,). The score of a data
@@ -30,6 +55,7 @@ class Objective(Protocol):
 
         `with_loss=False` leaves out the values that [`losses`] returns.
         """
+        raise NotImplementedError
 
 
 def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +80,7 @@ def _classification_scores(
     return scores
 
 
-class PretrainingObjective:
+class PretrainingObjective(Objective):
     """MLM + SOP, for a `ForPreTraining` model."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
@@ -80,7 +106,7 @@ class PretrainingObjective:
         }
 
 
-class CausalObjective:
+class CausalObjective(Objective):
     """The next token, for a `ForCausalLM` model and batches of [`CausalCollator`]: padded on the right, with labels of
     -100 at the first token of each row and document."""
 
@@ -97,7 +123,7 @@ class CausalObjective:
         return _classification_scores(outputs.logits[:, :-1], batch["labels"][:, 1:], "loss", "accuracy", with_loss)
 
 
-class ClassificationObjective:
+class ClassificationObjective(Objective):
     """One class per row, for a `ForSequenceClassification` model."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
@@ -113,7 +139,7 @@ class ClassificationObjective:
         return _classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
 
 
-class MultiLabelObjective:
+class MultiLabelObjective(Objective):
     """Any number of classes per row, for a `ForSequenceClassification` model; `labels` has a 1.0 or 0.0 for each."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
@@ -135,7 +161,7 @@ class MultiLabelObjective:
         return scores
 
 
-class RegressionObjective:
+class RegressionObjective(Objective):
     """One number per row, for a `ForSequenceClassification` model with one label."""
 
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import SchedulerType, get_scheduler
 
 from .muon import MuonAndAdamW, layer_matrices
+from .objectives import Preparation
 
 # These schedules depend on measured values, not on the step.
 _UNSUPPORTED = {"reduce_lr_on_plateau", "greedy"}
@@ -137,14 +138,19 @@ def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.opt
 
 
 def create_scheduler(
-    optimizer: torch.optim.Optimizer, args: OptimizationArguments, num_training_steps: int
+    optimizer: torch.optim.Optimizer,
+    args: OptimizationArguments,
+    num_training_steps: int,
+    preparation: Preparation | None = None,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A schedule of `transformers.get_scheduler`: warm-up over `num_warmup_steps` (or `warmup_ratio` of all steps),
-    then the schedule of `lr_scheduler_type`.
+    then the schedule of `lr_scheduler_type`. After a `preparation`, the schedule covers the remaining steps.
 
     Raises:
         ValueError: if the schedule does not take these `lr_scheduler_kwargs`.
     """
+    before = 0 if preparation is None else preparation.steps
+    num_training_steps -= before
     warmup = args.num_warmup_steps
     if warmup is None:
         warmup = round(args.warmup_ratio * num_training_steps)
@@ -152,12 +158,20 @@ def create_scheduler(
     if args.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in options:
         options["num_decay_steps"] = num_training_steps // 10
     try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} are not valid for --lr_scheduler_type "
             f"{args.lr_scheduler_type}: {error}"
         ) from error
+    if preparation is not None:
+        factor = preparation.learning_rate / args.learning_rate
+        scheduler.lr_lambdas = [
+            lambda step, after=after: factor if step < before else after(step - before)
+            for after in scheduler.lr_lambdas
+        ]
+        set_schedule_step(scheduler, 0)
+    return scheduler
 
 
 def set_schedule_step(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:

@@ -2,6 +2,7 @@
 """Pretraining with masked language modeling (MLM) and sentence-order prediction (SOP)."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..data.masking import PretrainingCollator
 from ..data.pretraining import MIN_ORDERED_SHARE, ordered_share, pretraining_dataset
 from ..data.streams import pretraining_stream
 from ..models.configuration_base import BaseConfig
+from .distillation import TeacherArguments, with_teacher
 from .identity import data_digest, model_settings, weights_digest
 from .language_modeling import (
     Documents,
@@ -38,18 +40,20 @@ from .language_modeling import (
     stream_arguments,
     train_and_score,
 )
-from .objectives import PretrainingObjective
+from .lora import LoraArguments, add_lora
+from .objectives import Objective, PretrainingObjective
 from .optimization import OptimizationArguments
 from .run import finish_run, prepare_model, start_run
-from .saving import bare_model, save_pretrained
+from .saving import SHARDED, bare_model, save_pretrained
 from .scores import evaluate
+from .teacher import Teacher
 
 # Share of held-out tokens that are masked, whatever --mlm_probability is, so that runs can be compared.
 EVAL_MLM_PROBABILITY = 0.15
 
 
 @dataclass(kw_only=True)
-class PretrainingArguments(LanguageModelingArguments):
+class PretrainingArguments(LoraArguments, TeacherArguments, LanguageModelingArguments):
     """The flags of run_pretraining.py."""
 
     max_length: int | None = field(
@@ -72,6 +76,15 @@ class PretrainingArguments(LanguageModelingArguments):
     pad_to_multiple_of: int | None = field(
         default=None, metadata={"help": "Pad batches to a multiple of this length."}
     )
+
+    def __post_init__(self):
+        LanguageModelingArguments.__post_init__(self)
+        TeacherArguments.__post_init__(self)
+        LoraArguments.__post_init__(self)
+        if self.lora_r is not None and self.model_name_or_path is None:
+            raise ValueError("--lora_r needs a trained model: give --model_name_or_path.")
+        if not self.do_train and self.teacher_model_name_or_path is not None:
+            raise ValueError("--no_do_train does not train: leave out --teacher_model_name_or_path.")
 
     def row_options(self) -> dict[str, Any]:
         """Arguments of [`pretraining_dataset`] and [`pretraining_stream`]."""
@@ -118,6 +131,24 @@ def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     if AutoConfig.from_pretrained(args.model_name_or_path).model_type == config.model_type:
         require_pretrained(args, report.new)
     return model
+
+
+def _teacher(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> Teacher | None:
+    if args.teacher_model_name_or_path is None:
+        return None
+    return Teacher(args.teacher_model_name_or_path, tokenizer, with_logits=bool(args.alpha_ce))
+
+
+def _taught_by(args: PretrainingArguments) -> str:
+    """A sentence for the model card about the teacher, without folders of this machine; empty if there is none."""
+    name = args.teacher_model_name_or_path
+    if name is None:
+        return ""
+    name = Path(name).resolve().name if os.path.isdir(name) else name
+    parts = [f"its attention for {args.attention_matching_steps:,} steps"] if args.attention_matching_steps else []
+    parts += ["its predictions of masked tokens"] if args.alpha_ce else []
+    parts += ["its hidden states"] if args.alpha_mse or args.alpha_cos else []
+    return f" The teacher was {name}: the model was trained to match {', '.join(parts)}."
 
 
 def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
@@ -224,13 +255,37 @@ def pretrain(
     accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
     identity = {"validation": data_digest(held_out.dataset)}
     if args.model_name_or_path is not None:
-        identity["model"] = weights_digest(args.model_name_or_path, config)
+        # `config` may come from another place: the commit on the Hub is in the configuration beside the weights.
+        source_config = AutoConfig.from_pretrained(args.model_name_or_path)
+        identity["model"] = weights_digest(args.model_name_or_path, source_config)
     if not args.do_train:
         results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
         finish_run(accelerator, None, results, (args, optimization), identity, {})
         return results
 
+    objective: Objective = PretrainingObjective()
     settings = model_settings(config, tokenizer)
+    if args.lora_r is not None:
+        if optimization.optim == "muon":
+            raise ValueError("Muon is not made for the matrices of --lora_r: use --optim adamw.")
+        if accelerator.distributed_type in SHARDED:
+            raise ValueError(
+                f"--lora_r needs whole matrices, but {accelerator.distributed_type.value} divides them: use a launch "
+                "file of configs/accelerate/ without sharding."
+            )
+        add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
+        accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
+        # Checkpoints hold only the trained parameters. The others are read again on resuming.
+        settings["the initial weights"] = identity["model"]
+    teacher = _teacher(args, tokenizer)
+    if teacher is not None:
+        objective = with_teacher(objective, teacher, model, accelerator, args)
+        settings["the teacher's weights"] = identity["teacher"] = teacher.digest
+        accelerator.print(f"Teacher: {type(teacher.model).__name__} of {teacher.model.num_parameters():,} parameters")
+        if teacher.longest is not None and teacher.longest < (args.max_length or 0):
+            accelerator.print(
+                f"The teacher takes {teacher.longest} tokens: it reads rows of up to {args.max_length} in windows"
+            )
     save_model = _save(accelerator, tokenizer, config.sparse_prediction)
     # Only the logits of masked tokens are computed. How many there are depends on the data, so a compiled model, whose
     # shapes are fixed by its inputs, computes all.
@@ -240,10 +295,11 @@ def pretrain(
     accelerator.print(_check_order(args, share))
     how = f"masked tokens{' and sentence order' if args.sentence_order else ''}"
     card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
+    card["data"] += _taught_by(args)
     return train_and_score(
         accelerator,
         model,
-        PretrainingObjective(),
+        objective,
         loader,
         args,
         optimization,

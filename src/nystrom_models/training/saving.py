@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from .lora import has_lora, load_trained, merged_weights, save_trained
+
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -29,9 +31,13 @@ def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     """
     bare = bare_model(accelerator, model)
     sharded = accelerator.distributed_type in SHARDED
-    state = accelerator.get_state_dict(model) if sharded else bare.state_dict()
-    if accelerator.is_main_process:
+    if has_lora(bare):
+        state = merged_weights(bare)
+        names = set(state)
+    else:
+        state = accelerator.get_state_dict(model) if sharded else bare.state_dict()
         names = set(bare.state_dict())
+    if accelerator.is_main_process:
         if set(state) != names:
             odd = sorted(set(state) ^ names)
             raise RuntimeError(
@@ -56,9 +62,10 @@ def save_pretrained(
         RuntimeError, FloatingPointError: as [`weights`] does.
     """
     state = weights(accelerator, model)
-    bare_model(accelerator, model).save_pretrained(
-        output_dir, is_main_process=accelerator.is_main_process, state_dict=state
-    )
+    bare = bare_model(accelerator, model)
+    bare.save_pretrained(output_dir, is_main_process=accelerator.is_main_process, state_dict=state)
+    if accelerator.is_main_process and has_lora(bare):
+        save_trained(bare, output_dir)
     if accelerator.is_main_process and tokenizer is not None:
         # AutoTokenizer loads it as the general class, which knows BERT's token types only if they are listed.
         tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
@@ -66,11 +73,15 @@ def save_pretrained(
     accelerator.wait_for_everyone()
 
 
-def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
-    """Loads what [`save_pretrained`] wrote into a model of the same class, including tied weights.
+def load_weights(model: PreTrainedModel, folder: str | os.PathLike) -> None:
+    """Loads what [`save_pretrained`] wrote into a model of the same class, including tied weights. With LoRA, only
+    the trained parameters are loaded: the others are those of the model at the start of the run.
 
     Raises:
         RuntimeError: if a weight is missing, unknown or of another shape.
     """
+    if has_lora(model):
+        load_trained(model, folder)
+        return
     device = next(model.parameters()).device
     load_model(model, Path(folder, SAFE_WEIGHTS_NAME), device=str(device))

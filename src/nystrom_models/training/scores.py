@@ -61,7 +61,7 @@ def evaluate(
         model: [`TrainingState.model`], or a model on the accelerator's device.
         objective: names the scores.
         dataloader: from [`eval_dataloader`].
-        desc: text beside the progress bar.
+        desc: label of the progress bar.
     """
     was_training = model.training
     model.eval()
@@ -81,7 +81,7 @@ def predict(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, 
         accelerator: gathers over the processes.
         model: as prepared by Accelerate, or on the accelerator's device.
         dataloader: of any order; its batches have an `index`, the number of each row. Labels are not needed.
-        desc: text beside the progress bar.
+        desc: label of the progress bar.
 
     Raises:
         ValueError: if batches have no `index`, or rows are missing or repeated.

@@ -6,7 +6,7 @@
 (eq. 9 to 12 of arXiv:2006.16236.) Here q and k are φ(q) and φ(k). The tokens are split into parts of a fixed size. A
 first launch sums over each part. A second launch starts each part from the sum of the parts before it and goes through
 the part chunk by chunk; within a chunk it computes the scores of the tokens. The parts do not depend on the length, so
-that later tokens change a token's result by nothing, not even by rounding.
+a token's result does not depend on later tokens, not even by rounding.
 
 Backward, with r_i = 1 / (q_i z_i + ε), g_i = r_i do_i and e_i = -g_i · out_i:
 

@@ -62,7 +62,7 @@ def _try(device: torch.device, attend: Callable[[AttentionInputs], Tensor], *fac
     dtype = variant.dtype
     length = 2 * variant.num_landmarks + 3
     with torch.set_grad_enabled(variant.backward):
-        # On the CPU, whatever the default device is, so that the numbers are the same everywhere.
+        # On the CPU, for any default device, so that the numbers are the same everywhere.
         generator = torch.Generator("cpu").manual_seed(0)
         draw = functools.partial(torch.randn, generator=generator, device="cpu")
         *states, gradient = (draw(2, 1, length, variant.dim).to(device, dtype) for _ in range(4))

@@ -134,7 +134,7 @@ def _token_attention_bwd_kernel(
         tokens = block + tl.arange(0, BLOCK_N)
         valid = valid_tokens(mask, row, tokens, stop, N, MASKED)
         q_block = load_tile(q, tokens, H * D, valid, D, BLOCK_D)
-        # Zero at invalid tokens: their results are zero, whatever the inputs.
+        # Zero at invalid tokens: their results are zero for all inputs.
         g = load_tile(do, tokens, H * D, valid, D, BLOCK_D)
         weights = _softmax(q_block, k_block, count, scale, BLOCK_M, "ieee")
         dweights = dot(g, tl.trans(w_block), None, "ieee")

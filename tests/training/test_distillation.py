@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a teacher says is its own, and what it adds to the losses is what it should be."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch.nn import functional as F
+from transformers import AutoModelForPreTraining
+
+from nystrom_models.conversion.weights import is_of_a_family
+from nystrom_models.data import PretrainingCollator
+from nystrom_models.training import PretrainingObjective, create_accelerator
+from nystrom_models.training.distillation import TeacherArguments, divergence, with_teacher
+from nystrom_models.training.teacher import Teacher
+from tests.training.teachers import EXACT, LENGTH, save_student, save_teacher
+
+
+@pytest.fixture(scope="module")
+def bert(tokenizer, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("bert"))
+    save_teacher(folder, "Bert", tokenizer, "ForPreTraining")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer, examples):
+    """Rows longer than the teachers take."""
+    return PretrainingCollator(tokenizer)([examples[number] | {"index": number} for number in range(8)])
+
+
+@pytest.fixture(scope="module")
+def short(batch):
+    """The beginnings of these rows, as long as a teacher takes, two of them padded."""
+    cut = {name: value if value.dim() == 1 else value[:, :LENGTH].clone() for name, value in batch.items()}
+    cut["attention_mask"][:2, 22:] = 0
+    cut["labels"][:2, 22:] = -100
+    return cut
+
+
+def teach(student, source, tokenizer, **flags):
+    """The objective of a student with a teacher."""
+    args = TeacherArguments(teacher_model_name_or_path=source, **flags)
+    accelerator = create_accelerator(cpu=True)
+    teacher = Teacher(source, tokenizer)
+    return with_teacher(PretrainingObjective(), teacher, student, accelerator, args)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "Albert", "Electra", "Linformer"])
+def test_what_a_teacher_says_is_its_own(kind, short, tokenizer, tmp_path):
+    model = save_teacher(tmp_path, kind, tokenizer)
+    teacher = Teacher(str(tmp_path), tokenizer)
+    chosen, valid = short["labels"] != -100, short["attention_mask"].bool()
+    said = teacher(short, chosen, with_states=True)
+    inputs = {name: short[name] for name in ("input_ids", "attention_mask")}
+    if kind not in ("Roberta", "DistilBert"):
+        inputs["token_type_ids"] = short["token_type_ids"]
+        assert short["token_type_ids"].any()
+    with torch.no_grad():
+        own = model(**inputs, output_hidden_states=True)
+    torch.testing.assert_close(said.logits, own.logits[chosen], rtol=1e-5, atol=1e-5)
+    assert len(said.hidden_states) == 2
+    for state, expected in zip(said.hidden_states, own.hidden_states[1:], strict=True):
+        torch.testing.assert_close(state[valid], expected[valid], rtol=1e-5, atol=1e-5)
+    # Each layer, given what the teacher says it was given, attends as the teacher says it did.
+    attention = teacher.attention(short)
+    assert len(attention.inputs) == len(attention.outputs) == 2
+    if kind in ("Bert", "Electra"):
+        for layer, states, context in zip(
+            model.base_model.encoder.layer, attention.inputs, attention.outputs, strict=True
+        ):
+            mask = torch.zeros(valid.shape).masked_fill(~valid, -math.inf)[:, None, None]
+            with torch.no_grad():
+                expected = layer.attention.self(states, mask)[0]
+            torch.testing.assert_close(context[valid], expected[valid], rtol=1e-5, atol=1e-5)
+    assert not teacher.model.training and not any(p.requires_grad for p in teacher.model.parameters())
+
+
+def test_of_long_rows_it_says_what_it_says_of_windows(bert, batch, tokenizer):
+    teacher = Teacher(bert, tokenizer)
+    assert batch["input_ids"].shape[1] > LENGTH == teacher.longest
+    chosen = (batch["labels"] != -100) & teacher.cutter.seen(batch["attention_mask"])
+    said = teacher(batch, chosen, with_states=True)
+    row = int(batch["attention_mask"].sum(1).argmax())
+    first = torch.cat([batch["input_ids"][row, : LENGTH - 1], torch.tensor([tokenizer.sep_token_id])])
+    with torch.no_grad():
+        own = teacher.model(first[None], token_type_ids=batch["token_type_ids"][row, None, :LENGTH])
+    places = chosen[row, : LENGTH - 1]
+    logits = said.logits[chosen.nonzero()[:, 0] == row][: int(places.sum())]
+    torch.testing.assert_close(logits, own.logits[0, : LENGTH - 1][places], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", ["short", "batch"])
+def test_a_teacher_that_is_equal_teaches_nothing(rows, bert, tokenizer, tmp_path, request):
+    """With the same weights and exact attention, all that a teacher adds is 0. Longer rows are seen in windows, in
+    which attention is the same, too."""
+    batch = request.getfixturevalue(rows)
+    student = save_student(tmp_path, bert, max_position_embeddings=64, **EXACT)
+    student.config.sparse_prediction = True
+    flags = {"attention_matching_steps": 1, "alpha_cos": 1.0}
+    objective = teach(student, bert, tokenizer, **flags)
+    matching, taught = objective.at_step(0), objective.at_step(1)
+    assert matching.losses(matching.forward(student, batch))["attention_loss"].item() < 1e-11
+    if rows == "batch":
+        return
+    with torch.no_grad():
+        losses = taught.losses(taught.forward(student, batch))
+    assert max(float(losses[name]) for name in ("ce_loss", "mse_loss", "cos_loss")) < 1e-5
+    assert losses.keys() == taught.num_targets(batch).keys()
+    with torch.no_grad():
+        own = student(**batch)
+    assert float(losses["mlm_loss"]) == pytest.approx(float(own.mlm_loss))
+    # Other weights are seen by each of them.
+    with torch.no_grad():
+        student.base_model.encoder.layer[0].attention.self.value.weight.mul_(-1)
+        assert float(matching.losses(matching.forward(student, batch))["attention_loss"]) > 1e-4
+        losses = taught.losses(taught.forward(student, batch))
+    assert min(float(losses[name]) for name in ("ce_loss", "mse_loss", "cos_loss")) > 1e-4
+
+
+def test_losses_are_means_over_what_is_counted(bert, batch, tokenizer, tmp_path):
+    """Against the formulas, with all logits (as a compiled model has them) and with those of masked tokens."""
+    student = save_student(tmp_path, bert, "linformer", projected_dim=4, max_position_embeddings=64)
+    flags = {"alpha_cos": 0.5, "temperature": 3.0, "alpha_mlm": 0.25}
+    objective = teach(student, bert, tokenizer, **flags)
+    assert objective.weights == {"mlm_loss": 0.25, "ce_loss": 1.0, "mse_loss": 1.0, "cos_loss": 0.5}
+    seen = objective.teacher.cutter.seen(batch["attention_mask"])
+    masked = seen & (batch["labels"] != -100)
+    counts = objective.num_targets(batch)
+    assert (counts["ce_loss"], counts["mse_loss"]) == (masked.sum(), seen.sum())
+    assert seen.sum() < batch["attention_mask"].sum()
+    theirs = objective.teacher(batch, masked, True)
+    with torch.no_grad():
+        own = student(**batch, output_hidden_states=True)
+        for sparse in (False, True):
+            student.config.sparse_prediction = sparse
+            losses = objective.losses(objective.forward(student, batch))
+            probabilities = (theirs.logits / 3).softmax(-1)
+            difference = probabilities.log() - (own.prediction_logits[masked] / 3).log_softmax(-1)
+            expected = 9 * (probabilities * difference).sum(-1).mean()
+            assert float(losses["ce_loss"]) == pytest.approx(float(expected), rel=1e-4)
+            pairs = list(zip(own.hidden_states[1:], theirs.hidden_states, strict=True))
+            errors = [((a[seen] - b[seen]) ** 2).mean() for a, b in pairs]
+            assert float(losses["mse_loss"]) == pytest.approx(float(sum(errors) / 2), rel=1e-5)
+            cosines = [F.cosine_similarity(a[seen], b[seen], dim=-1).mean() for a, b in pairs]
+            assert float(losses["cos_loss"]) == pytest.approx(float(1 - sum(cosines) / 2), rel=1e-4)
+
+
+def test_vocabularies_that_are_filled_up():
+    logits = torch.randn(5, 16)
+    wide = torch.cat([logits, torch.randn(5, 4)], dim=1)
+    assert float(divergence(logits, wide, 2.0, 12)) == pytest.approx(0, abs=1e-6)
+    assert float(divergence(logits, wide.flip(1), 2.0, 12)) > 0.1
+
+
+FAMILIES = [
+    ("nystromformer", {"num_landmarks": 4, "conv_kernel_size": 3}),
+    ("linformer", {"projected_dim": 4, "share_projection": "layerwise"}),
+    ("linear_transformer", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), FAMILIES, ids=[family for family, _ in FAMILIES])
+@pytest.mark.parametrize("trained", ["added", "all"])
+def test_gradients_flow_only_where_they_should(family, fields, trained, bert, batch, tokenizer, tmp_path):
+    save_student(tmp_path, bert, family, max_position_embeddings=64, **fields)
+    # Dropout is off while attention is matched, and on in training.
+    dropout = {} if family == "linear_transformer" else {"attention_probs_dropout_prob": 0.5}
+    student = AutoModelForPreTraining.from_pretrained(tmp_path, **dropout).train()
+    flags = {"attention_matching_steps": 3, "attention_matching_parameters": trained, "alpha_cos": 1.0}
+    objective = teach(student, bert, tokenizer, **flags)
+    matching, taught = objective.at_step(2), objective.at_step(3)
+    assert matching.is_partial and not taught.is_partial
+
+    def reached(objective):
+        student.zero_grad(set_to_none=True)
+        losses = objective.losses(objective.forward(student, batch))
+        torch.stack(
+            [losses[name] for name in objective.num_targets(batch) if not losses[name].isnan()]
+        ).sum().backward()
+        return {name for name, p in student.named_parameters() if p.grad is not None and p.grad.any()}, losses
+
+    names, losses = reached(matching)
+    assert torch.equal(reached(matching)[1]["attention_loss"], losses["attention_loss"])
+    added = {name for name, _ in student.named_parameters() if is_of_a_family(name)}
+    shared = {
+        name
+        for name, _ in student.named_parameters()
+        if any(f".self.{part}." in name for part in ("query", "key", "value"))
+    }
+    assert added and names - {n for n in shared if n.endswith("key.bias")} == added | (
+        {n for n in shared if not n.endswith("key.bias")} if trained == "all" else set()
+    )
+    everything = {name for name, p in student.named_parameters() if p.requires_grad}
+    # A key's bias adds the same to all scores of a softmax; and rows of positions and types that do not occur.
+    assert everything - reached(taught)[0] <= {n for n in everything if n.endswith("key.bias")}
+    assert student.training and all(p.requires_grad for p in student.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in objective.objective.teacher.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"alpha_ce": 1.0}, "--alpha_ce needs a teacher: also give --teacher_model_name_or_path"),
+        ({"attention_matching_steps": 0}, "--attention_matching_steps needs"),
+        ({"teacher_model_name_or_path": "x", "temperature": 0.0}, "--temperature must be positive"),
+        ({"teacher_model_name_or_path": "x", "alpha_mse": -1.0}, "--alpha_mse must be at least 0"),
+        ({"teacher_model_name_or_path": "x", "alpha_mse": math.nan}, "--alpha_mse must be at least 0"),
+        ({"teacher_model_name_or_path": "x", "attention_matching_parameters": "some"}, "all or added"),
+        ({"teacher_model_name_or_path": "x", "alpha_mse": 0.0, "alpha_ce": 0.0}, "teaches nothing"),
+    ],
+)
+def test_flags(flags, message):
+    with pytest.raises(ValueError, match=message):
+        TeacherArguments(**flags)
+
+
+def test_divided_weights_are_refused():
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(ValueError, match=r"needs whole layers, but FSDP divides them: .*configs/accelerate/"):
+        with_teacher(PretrainingObjective(), None, None, accelerator, TeacherArguments())
+
+
+def test_teachers_that_cannot_teach(bert, tokenizer, tmp_path):
+    other = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, mask_token="[MASK]", pad_token="[PAD]")
+    other.add_tokens(["more"])
+    with pytest.raises(
+        ValueError, match=rf"{len(other) - 1} tokens, and the model's has {len(other)}.*--tokenizer_name"
+    ):
+        Teacher(bert, other)
+    save_teacher(tmp_path / "base", "Bert", tokenizer, "Model")
+    with pytest.raises(ValueError, match=r"no trained head that predicts tokens: .*--alpha_ce 0"):
+        Teacher(str(tmp_path / "base"), tokenizer)
+    assert Teacher(str(tmp_path / "base"), tokenizer, with_logits=False).model
+    save_teacher(tmp_path / "causal", "Bert", tokenizer, "ForMaskedLM", is_decoder=True)
+    with pytest.raises(ValueError, match=r"--teacher_model_name_or_path .*is a decoder"):
+        Teacher(str(tmp_path / "causal"), tokenizer)
+    deep = str(tmp_path / "deep")
+    save_teacher(deep, "Bert", tokenizer, num_hidden_layers=3)
+    student = save_student(tmp_path / "student", bert, **EXACT)
+    with pytest.raises(ValueError, match=r"num_hidden_layers=3, and the model 2.* --alpha_mse 0"):
+        teach(student, deep, tokenizer)
+    assert teach(student, deep, tokenizer, alpha_mse=0.0)
+    flags = {"attention_matching_steps": 1, "attention_matching_parameters": "added"}
+    with pytest.raises(ValueError, match="has no parameters that its source does not have"):
+        teach(student, bert, tokenizer, **flags)
