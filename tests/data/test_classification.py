@@ -73,6 +73,20 @@ def test_pairs_and_batches(tokenizer):
         classification_dataset(pairs, tokenizer, 7, ["text", "other"], truncation_strategy="tail")
 
 
+def test_pairs_that_stand_apart(tokenizer):
+    pairs = dataset(other=["error element", "file"], label=["no", "yes"])
+    options = {"label_names": ["yes", "no"], "truncation_strategy": "tail", "apart": True}
+    rows = classification_dataset(pairs, tokenizer, 5, ["text", "other"], **options)
+    assert tokenizer.batch_decode(rows[1]["input_ids"]) == ["[CLS] element error file [SEP]", "[CLS] file [SEP]"]
+    assert list(rows["length"]) == [5 + 4, 5 + 3]
+    batch = ClassificationCollator(tokenizer, with_index=True)(list(rows))
+    assert batch["input_ids"].shape == (2, 2, 5) and batch["attention_mask"].sum(-1).tolist() == [[5, 4], [5, 3]]
+    assert tokenizer.decode(batch["input_ids"][0, 1]) == "[CLS] error element [SEP] [PAD]"
+    assert batch["labels"].tolist() == [1, 0] and batch["index"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="dual_encoder=True needs two text columns"):
+        classification_dataset(pairs, tokenizer, 5, apart=True)
+
+
 def test_labels():
     assert class_labels(dataset(label=[4, 1]), "label") == {1: 0, 4: 1}
     features = Features({"text": Value("string"), "label": ClassLabel(names=["pos", "neg"])})

@@ -108,6 +108,15 @@ def test_multiple_choice_has_a_third_axis_and_hidden_states_their_names(tmp_path
     assert run(path, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).shape == (3, 5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"dual_encoder": True}, {}], ids=["pairs", "rows"])
+def test_means_and_pairs_at_any_length(fields, tmp_path):
+    model = small("linformer-layerwise", "ForSequenceClassification", classifier_pooling="mean", **fields)
+    path = export_onnx(model, tmp_path / "model.onnx", verify=True)
+    ids = torch.randint(3, 99, (3, 2, 40) if fields else (3, 40))
+    assert run(path, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).shape == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [

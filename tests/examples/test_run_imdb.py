@@ -116,3 +116,28 @@ def test_labels_that_cannot_be_learned(train, validation, message, checkpoint, w
     files = [write_rows([{"text": "a film", "label": label} for label in labels]) for labels in (train, validation)]
     with pytest.raises(ValueError, match=message):
         run(checkpoint, tmp_path, "--train_file", files[0], "--validation_file", files[1])
+
+
+def test_a_new_model_from_a_configuration(checkpoint, write_rows, filler, tmp_path):
+    file = write_rows([{"text": f"{filler(9, i)} {'bad' if i % 2 else 'good'}", "label": i % 2} for i in range(32)])
+    new = ["--config_name", f"{checkpoint}/config.json", "--config_overrides", "hidden_size=48,vocab_size=7"]
+    data = ["--train_file", file, "--validation_file", file, "--max_train_steps", "1"]
+    fast = [*data, "--output_dir", str(tmp_path / "output"), "--cache_dir", str(tmp_path / "cache")]
+    run_imdb.main([*new, "--tokenizer_name", checkpoint, *fast])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "output")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "output")
+    # The vocabulary is the tokenizer's, whatever the configuration says.
+    assert model.config.hidden_size == 48 and model.config.vocab_size == len(tokenizer) > 7
+    assert "Trained on 32 rows" in (tmp_path / "output" / "README.md").read_text()
+    for options, message in (
+        ([], "--model_name_or_path for a pretrained model, or --config_name"),
+        ([*new, "--model_name_or_path", checkpoint], "not both"),
+        (new, "A new model needs --tokenizer_name"),
+        ([*new, "--tokenizer_name", checkpoint, "--no_do_train"], "--no_do_train evaluates a finished model"),
+        (
+            ["--model_name_or_path", checkpoint, *new[2:]],
+            "--config_overrides changes the configuration of a new model",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_imdb.main([*options, *fast])

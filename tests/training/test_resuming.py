@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from nystrom_models import NystromformerConfig
 from nystrom_models.training import OptimizationArguments, identity
 from nystrom_models.training.causal import CausalArguments
+from nystrom_models.training.long_range_arena import ArenaArguments
 from nystrom_models.training.pretraining import PretrainingArguments
 from nystrom_models.training.question_answering import QuestionAnsweringArguments
 from nystrom_models.training.text_classification import TextClassificationArguments
@@ -37,7 +38,7 @@ def test_every_flag_has_a_rule():
     flags = {
         field.name
         for part in (
-            *(PretrainingArguments, CausalArguments, OptimizationArguments),
+            *(PretrainingArguments, CausalArguments, ArenaArguments, OptimizationArguments),
             *(TextClassificationArguments, TokenClassificationArguments, QuestionAnsweringArguments),
         )
         for field in dataclasses.fields(part)
@@ -66,6 +67,7 @@ def test_every_flag_has_a_rule():
             "alpha_cos",
         ),
         *("attention_matching_steps", "attention_matching_parameters", "attention_matching_learning_rate"),
+        *("pretrain_on_task", "pretrain_steps", "pretrain_learning_rate", "pretrain_mlm_probability"),
     }
     assert not identity.MAY_CHANGE & identity.WARNED and not identity.PLACES & identity.MAY_CHANGE
 

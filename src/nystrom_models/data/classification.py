@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ class TextTask:
     best_metric: str = "accuracy"  # the metric by which models are compared
     prediction_names: tuple[str, ...] | None = None  # names of the classes in prediction files; None: label_names
     prediction_files: Mapping[str, str] = field(default_factory=dict)  # by split
+    example: str | None = None  # a text, for model cards
 
 
 def require_column(dataset: Dataset, column: str, where: str) -> None:
@@ -109,6 +111,7 @@ def classification_dataset(
     desc: str = "Tokenizing",
     where: str = "the data set",
     doc_stride: int = 0,
+    apart: bool = False,
 ) -> Dataset:
     """Tokenized rows with a label.
 
@@ -130,11 +133,13 @@ def classification_dataset(
         where: the name of the data set in error messages.
         doc_stride: tokens that neighbouring windows share, as in Transformers' example scripts. The last window of a
             text is as long as the others and may share more.
+        apart: the two texts of a pair are tokenized and truncated each by itself, for models with `dual_encoder`.
 
     Returns:
         Columns `input_ids`, `token_type_ids`, `attention_mask`, `labels` (class ids; floats for regression; a 1.0 or
         0.0 for each class where a row has several labels), `length`, `index`, the number of the row, `document`, the
-        number of its text, and `truncated`, whether the text is longer than `max_length`.
+        number of its text, and `truncated`, whether the text is longer than `max_length`. With `apart`, each of the
+        first three is a pair, and the length that of both texts.
 
     Raises:
         ValueError: if a column does not exist, has a wrong type or lacks a value, a label is not in `label_names`,
@@ -144,13 +149,18 @@ def classification_dataset(
     ids = label_names if isinstance(label_names, Mapping) or label_names is None else None
     if label_names is not None and ids is None:
         ids = {name: i for i, name in enumerate(label_names)}
-    _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, doc_stride, where)
+    if apart and len(text_columns) != 2:
+        raise ValueError(f"A model with dual_encoder=True needs two text columns, but they are {text_columns}.")
+    _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, doc_stride, where, apart)
     if label_column is not None:
         _check_labels(dataset, label_column, ids, regression, label_delimiter, where)
 
     def build_rows(batch, indices):
         texts = [batch[column] for column in text_columns]
-        rows = _tokenized(texts, tokenizer, max_length, truncation_strategy, doc_stride)
+        if apart:
+            rows = _tokenized_apart(texts, tokenizer, max_length, truncation_strategy)
+        else:
+            rows = _tokenized(texts, tokenizer, max_length, truncation_strategy, doc_stride)
         if label_column is not None:
             labels = batch[label_column]
             if regression:
@@ -164,7 +174,7 @@ def classification_dataset(
                 else:
                     labels = [[float(name in row) for name in ids] for row in map(set, labels)]
             rows["labels"] = [labels[i] for i in rows["document"]]
-        rows["length"] = [len(row) for row in rows["input_ids"]]
+        rows["length"] = [sum(map(len, row)) if apart else len(row) for row in rows["input_ids"]]
         rows["document"] = [indices[i] for i in rows["document"]]
         return rows
 
@@ -181,13 +191,19 @@ def _check_texts(
     truncation_strategy: TruncationStrategy,
     doc_stride: int,
     where: str,
+    apart: bool,
 ) -> None:
     """Raises the errors of [`classification_dataset`] about texts and their length."""
     if not 1 <= len(text_columns) <= 2:
         raise ValueError(f"One or two text columns are needed, but they are {text_columns}.")
-    if truncation_strategy != "head" and len(text_columns) > 1:
+    together = len(text_columns) > 1 and not apart
+    if truncation_strategy != "head" and together:
         raise ValueError(f"Pairs of texts need --truncation_strategy head, but it is {truncation_strategy}.")
-    room = max_length - tokenizer.num_special_tokens_to_add(pair=len(text_columns) > 1)
+    if truncation_strategy == "windows" and apart:
+        raise ValueError(
+            "Texts of a model with dual_encoder=True have no windows: --truncation_strategy head or tail."
+        )
+    room = max_length - tokenizer.num_special_tokens_to_add(pair=together)
     if room < 1:
         raise ValueError(f"--max_length must leave room for text beside special tokens, but is {max_length}.")
     if truncation_strategy == "windows" and doc_stride >= room:
@@ -257,6 +273,20 @@ def _tokenized(
     return rows
 
 
+def _tokenized_apart(
+    texts: Sequence[Sequence[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    truncation_strategy: TruncationStrategy,
+) -> dict[str, list]:
+    """As [`_tokenized`], of two columns of texts, each by itself: pairs of the tokenizer's columns."""
+    both = [_tokenized([column], tokenizer, max_length, truncation_strategy, 0) for column in texts]
+    truncated = [any(of_pair) for of_pair in zip(*(half.pop("truncated") for half in both), strict=True)]
+    document, _ = (half.pop("document") for half in both)
+    rows: dict[str, list] = {name: list(zip(*(half[name] for half in both), strict=True)) for name in both[0]}
+    return {**rows, "document": document, "truncated": truncated}
+
+
 def _cut_by_tokenizer(
     texts: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> dict[str, list]:
@@ -276,7 +306,7 @@ def _cut_by_tokenizer(
 
 @dataclass
 class ClassificationCollator(DataCollatorWithPadding):
-    """Pads the rows of [`classification_dataset`] to the longest of a batch.
+    """Pads the rows of [`classification_dataset`] to the longest of a batch. Pairs that stand apart become (B, 2, N).
 
     Args:
         with_index: add the numbers of the rows, for `predict`. A model does not take them.
@@ -289,5 +319,18 @@ class ClassificationCollator(DataCollatorWithPadding):
             {name: row[name] for name in (*self.tokenizer.model_input_names, "labels") if name in row}
             for row in features
         ]
-        batch = dict(super().__call__(rows))
+        first = rows[0]["input_ids"][:1]
+        apart = len(first) == 1 and bool(np.ndim(first[0]))
+        batch = self._pairs(rows) if apart else dict(super().__call__(rows))
         return batch | ({"index": torch.tensor([row["index"] for row in features])} if self.with_index else {})
+
+    def _pairs(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Pairs whose texts stand apart, (B, 2, N), both padded to the longest of either."""
+        texts = [
+            {name: row[name][number] for name in self.tokenizer.model_input_names if name in row}
+            for row in rows
+            for number in range(2)
+        ]
+        batch = {name: values.unflatten(0, (-1, 2)) for name, values in super().__call__(texts).items()}
+        labels = [row["labels"] for row in rows if "labels" in row]
+        return batch | ({"labels": torch.tensor(labels)} if labels else {})

@@ -47,12 +47,20 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _has_choices(model: PreTrainedModel) -> bool:
+    return type(model).__name__.endswith("ForMultipleChoice")
+
+
+def _reads_pairs(model: PreTrainedModel) -> bool:
+    return model.config.dual_encoder and type(model).__name__.endswith("ForSequenceClassification")
+
+
 def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: int) -> dict[str, Tensor]:
-    """Random rows (batch, length), or (batch, 2, length) for multiple choice: full, padded on the right, on the left,
-    and with holes."""
+    """Random rows (batch, length), or (batch, 2, length) for multiple choice and pairs: full, padded on the right, on
+    the left, and with holes."""
     generator = torch.Generator().manual_seed(0)
-    choices = (2,) if type(model).__name__.endswith("ForMultipleChoice") else ()
-    shape = (batch, *choices, length)
+    several = _has_choices(model) or _reads_pairs(model)
+    shape = (batch, 2, length) if several else (batch, length)
     mask = torch.ones(shape, dtype=torch.long)
     mask[1::4, ..., (length + 1) // 2 :] = 0
     mask[2::4, ..., : length // 2] = 0
@@ -90,9 +98,9 @@ def export_onnx(
     """Writes a model of this package, with any head, as an ONNX file.
 
     All inputs are int64 of shape (batch_size, sequence_length), (batch_size, num_choices, sequence_length) for
-    multiple choice, of any batch size and any length that the model takes, with padding at any position. Outputs have
-    the names of the fields that the model returns (`logits`; `last_hidden_state`, `pooler_output`; ...), in float32.
-    Their values at padding are undefined.
+    multiple choice, (batch_size, 2, sequence_length) with `dual_encoder`, of any batch size and any length that the
+    model takes, with padding at any position. Outputs have the names of the fields that the model returns (`logits`;
+    `last_hidden_state`, `pooler_output`; ...), in float32. Their values at padding are undefined.
 
     Args:
         model: in evaluation mode and in float32.
@@ -123,15 +131,15 @@ def export_onnx(
 
     limit = model.config.max_position_embeddings
     inputs = _inputs(model, input_names, batch=2, length=min(limit or 16, 16))
-    axes = [Dim("batch_size", min=1), Dim("sequence_length", min=1, max=limit)]
-    if inputs["input_ids"].dim() == 3:
-        axes.insert(1, Dim("num_choices", min=1))
+    axes = {0: Dim("batch_size", min=1), inputs["input_ids"].dim() - 1: Dim("sequence_length", min=1, max=limit)}
+    if _has_choices(model):
+        axes[1] = Dim("num_choices", min=1)
     with _quiet():
         program = torch.onnx.export(
             model,
             kwargs=inputs,
             dynamo=True,
-            dynamic_shapes={name: dict(enumerate(axes)) for name in inputs},
+            dynamic_shapes=dict.fromkeys(inputs, axes),
             input_names=list(inputs),
             output_names=list(_outputs(model, inputs)),
             opset_version=opset_version,

@@ -46,6 +46,9 @@ class BaseConfig(PreTrainedConfig):
             `None`, `hidden_act` for sequences and `"relu"` for choices, as in Transformers' own Nyströmformer.
         classifier_pooling (`str`, defaults to `"first"`): what sequences are classified by: the state of their
             `"first"` or `"last"` valid token, or the `"mean"` of all valid tokens.
+        dual_encoder (`bool`, defaults to `False`): sequences are classified in pairs: the encoder reads the two apart,
+            each as a row of its own, (batch, 2, length), and the head classifies their pooled states a and b by
+            [a, b, a * b, a - b], as in the Long Range Arena's Retrieval (Tay et al. 2021, arXiv:2011.04006).
         sparse_prediction (`bool`, defaults to `False`): with labels, compute the masked-language-modelling logits only
             where a label is not `sparse_pred_ignore_index`: logits are then (number of labels, vocab_size).
         sparse_pred_ignore_index (`int`, defaults to -100): the label of tokens that are not predicted.
@@ -77,6 +80,7 @@ class BaseConfig(PreTrainedConfig):
     classifier_dropout: float | int | None = None
     classifier_activation: str | None = None
     classifier_pooling: str = "first"
+    dual_encoder: bool = False
     sparse_prediction: bool = False
     sparse_pred_ignore_index: int = -100
     pad_token_id: int | None = 1

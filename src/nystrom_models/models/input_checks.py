@@ -71,6 +71,15 @@ def require_one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) ->
     return input_ids if input_ids is not None else inputs_embeds
 
 
+def require_pairs(inputs: Tensor, dimensions: int) -> None:
+    """Raises ValueError unless inputs are those of two sequences a row, (B, 2, N) or (B, 2, N, C)."""
+    if inputs.dim() != dimensions or inputs.shape[1] != 2:
+        raise ValueError(
+            f"dual_encoder=True classifies pairs of sequences: input_ids must be (batch, 2, length), but the inputs "
+            f"are {tuple(inputs.shape)}. Tokenize the two apart and stack them, or use dual_encoder=False."
+        )
+
+
 def check_inputs(
     config: BaseConfig,
     inputs: Tensor,

@@ -18,10 +18,13 @@ def pool(hidden_states: Tensor, attention_mask: Tensor | None, pooling: str) -> 
     """
     mask = None if attention_mask is None else (attention_mask != 0).to(hidden_states.device)
     if pooling == "mean":
+        # In float32 at least: a sum over thousands of tokens may leave the range of float16, and their number has more
+        # digits than bfloat16.
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         if mask is None:
-            return hidden_states.mean(dim=1)
-        total = hidden_states.masked_fill(~mask[..., None], 0).sum(dim=1)
-        return total / mask.sum(dim=1, keepdim=True).clamp_min(1).to(total.dtype)
+            return hidden_states.mean(dim=1, dtype=dtype).to(hidden_states.dtype)
+        total = hidden_states.masked_fill(~mask[..., None], 0).sum(dim=1, dtype=dtype)
+        return (total / mask.sum(dim=1, keepdim=True).clamp_min(1)).to(hidden_states.dtype)
     if mask is None:
         return hidden_states[:, 0] if pooling == "first" else hidden_states[:, -1]
     length = hidden_states.shape[1]

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
-from .input_checks import require_labels, require_one_input
+from .input_checks import require_labels, require_one_input, require_pairs
 from .layers import activation
 from .losses import IGNORED, binary_cross_entropy, cross_entropy, squared_error, without_padding
 from .modeling_base import BasePreTrainedModel
@@ -25,16 +25,19 @@ from .pooling import pool
 
 
 class ClassificationHead(nn.Module):
-    """Pooled states (B, C) -> logits (B, num_labels), through one hidden layer."""
+    """Pooled states (B, C), or of pairs (B, 2, C), -> logits (B, num_labels), through one hidden layer."""
 
     def __init__(self, config: BaseConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size * (4 if config.dual_encoder else 1), config.hidden_size)
         self.dropout = nn.Dropout(classifier_dropout(config))
         self.activation = activation(config.classifier_activation or config.hidden_act)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, features: Tensor) -> Tensor:
+        if features.dim() == 3:
+            first, second = features.unbind(dim=1)
+            features = torch.cat([first, second, first * second, first - second], dim=-1)
         hidden = self.activation(self.dense(self.dropout(features)))
         return self.out_proj(self.dropout(hidden))
 
@@ -72,17 +75,25 @@ class BaseForSequenceClassification(BasePreTrainedModel):
     ) -> tuple | SequenceClassifierOutput:
         """
         Args:
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see the base model; with
+                `dual_encoder`, those of both sequences, (B, 2, N) and (B, 2, N, C).
             labels: (B,) int64 classes; (B,) or (B, num_labels) floats for regression; (B, num_labels) floats of 0 and
                 1 for several labels at once. `config.problem_type` says which of these it is. If it is None, the
                 labels' dtype and `num_labels` decide, in each call.
             num_items_in_batch: what the sum of the loss is divided by; the labels of this batch if None.
             The others: see the base model.
 
-        Returns: loss, logits (B, num_labels) and what the base model gives on request.
+        Returns: loss, logits (B, num_labels) and what the base model gives on request; with `dual_encoder` that of
+            2 B rows.
         """
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
+        if self.config.dual_encoder:
+            require_pairs(require_one_input(input_ids, inputs_embeds), 3 if inputs_embeds is None else 4)
+            inputs = [None if tensor is None else tensor.flatten(0, 1) for tensor in inputs]
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
-        pooled = pool(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling)
+        pooled = pool(outputs.last_hidden_state, inputs[1], self.config.classifier_pooling)
+        if self.config.dual_encoder:
+            pooled = pooled.unflatten(0, (-1, 2))
         logits = self.classifier(pooled)
         return SequenceClassifierOutput(
             loss=None if labels is None else self._loss(logits, labels, num_items_in_batch),

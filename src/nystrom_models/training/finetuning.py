@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
+from .language_modeling import read_config
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
@@ -41,7 +42,22 @@ class FinetuningOptimizationArguments(OptimizationArguments):
 class FinetuningArguments(RunArguments, DataArguments):
     """Model, data and output of any task, under the names of Transformers' example scripts."""
 
-    model_name_or_path: str = field(metadata={"help": "Folder or Hub name of the pretrained model."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder or Hub name of the pretrained model."}
+    )
+    config_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of --model_name_or_path: folder, file or Hub name of the configuration of a new model, "
+            "whose weights --seed draws."
+        },
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --config_name: fields of the configuration to change: hidden_size=128,num_landmarks=32"
+        },
+    )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
     test_file: list[str] | None = field(default=None, metadata={"help": "Files whose rows are predicted."})
     max_predict_samples: int | None = field(
@@ -62,6 +78,16 @@ class FinetuningArguments(RunArguments, DataArguments):
         DataArguments.__post_init__(self)
         if self.max_predict_samples is not None and self.max_predict_samples < 1:
             raise ValueError(f"--max_predict_samples must be at least 1, but is {self.max_predict_samples}.")
+        if (self.model_name_or_path is None) == (self.config_name is None):
+            raise ValueError(
+                "Give either --model_name_or_path for a pretrained model, or --config_name for a new one, not both."
+            )
+        if self.config_name is not None and self.tokenizer_name is None:
+            raise ValueError("A new model needs --tokenizer_name; examples/train_tokenizer.py trains one.")
+        if self.config_name is not None and not self.do_train:
+            raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
+        if self.config_overrides is not None and self.config_name is None:
+            raise ValueError("--config_overrides changes the configuration of a new model: give --config_name.")
         if self.grid is not None and self.push_to_hub:
             raise ValueError("--grid trains many models: leave out --push_to_hub, and upload the best one.")
         if self.grid is not None and not self.do_train:
@@ -72,6 +98,19 @@ class FinetuningArguments(RunArguments, DataArguments):
     def run_class(self) -> type["FinetuningRun"]:
         """The part of the run that depends on the task."""
         raise NotImplementedError
+
+
+def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Of the pretrained model; or those of a new one, with the vocabulary's size and special tokens."""
+    remote = {"trust_remote_code": args.trust_remote_code}
+    name = args.tokenizer_name or args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(name, **remote)
+    if args.model_name_or_path is not None:
+        return AutoConfig.from_pretrained(args.model_name_or_path, **remote), tokenizer
+    names = {"bos_token_id": "cls_token_id", "pad_token_id": "pad_token_id", "eos_token_id": "sep_token_id"}
+    ids = {field_name: getattr(tokenizer, token) for field_name, token in names.items()}
+    wanted = "a configuration of this package, such as configs/nystromformer/base-512.json"
+    return read_config(args, tokenizer, ids, wanted), tokenizer
 
 
 def _row_length(requested: int | None, flag: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -109,9 +148,8 @@ class FinetuningRun:
         self.where = {split: f"the {split.replace('_', ' ')} set" for split in splits}
         for split, dataset in splits.items():
             self.check_columns(split, dataset)
-        remote = {"trust_remote_code": args.trust_remote_code}
-        self.config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
-        self.tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or args.model_name_or_path, **remote)
+        self.config: Any
+        self.config, self.tokenizer = _config_and_tokenizer(args)
         self.set_classes(splits)
         length = _row_length(getattr(args, self.length_flag), self.length_flag, self.config, self.tokenizer)
         lengths: dict[str, Any] = {self.length_flag: length}
@@ -122,20 +160,27 @@ class FinetuningRun:
         for split, rows in self.rows.items():
             for line in self.notes(split, rows):
                 accelerator.print(f"{self.where[split][0].upper()}{self.where[split][1:]}: {line}")
-        self.model: PreTrainedModel
-        self.model, loaded = self.auto_class.from_pretrained(
+        self.model = self._model()
+        prepare_model(self.model, args)
+
+    def _model(self) -> PreTrainedModel:
+        """A new model, or the pretrained one with a head for the task."""
+        args = self.args
+        if args.model_name_or_path is None:
+            return self.auto_class.from_config(self.config)
+        model, loaded = self.auto_class.from_pretrained(
             args.model_name_or_path,
             config=self.config,
             ignore_mismatched_sizes=args.ignore_mismatched_sizes,
             output_loading_info=True,
-            **remote,
+            trust_remote_code=args.trust_remote_code,
         )
         if not args.do_train and loaded["missing_keys"]:
             raise ValueError(
                 f"--no_do_train needs a model that was fine-tuned: {args.model_name_or_path} has no "
                 f"{', '.join(sorted(loaded['missing_keys']))}."
             )
-        prepare_model(self.model, args)
+        return model
 
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """Raises a ValueError if a split lacks a column or a value."""
@@ -228,10 +273,11 @@ class FinetuningRun:
     def card(self) -> dict[str, Any]:
         """What the model card says of the data, the model it began from and its use."""
         args, sets = self.args, [split for split in self.rows if split.startswith("validation")]
+        trained = "Trained" if args.model_name_or_path is None else "Fine-tuned"
         name, config = args.hub_dataset()
         return {
             "data": (
-                f"Fine-tuned on {len(self.examples['train']):,} rows of {args.data_source()}, and evaluated on "
+                f"{trained} on {len(self.examples['train']):,} rows of {args.data_source()}, and evaluated on "
                 f"{sum(len(self.examples[split]) for split in sets):,} rows of its "
                 f"{' and '.join(split.replace('_', ' ') for split in sets)} set{'s' if len(sets) > 1 else ''}."
             ),
@@ -256,12 +302,12 @@ def _check_splits(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> N
 
 def content_digests(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> dict[str, Any]:
     """Digests of the data as they were read, and of the model that a run begins from."""
-    config = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
-    tokenizer = args.tokenizer_name or args.model_name_or_path
+    config, tokenizer = _config_and_tokenizer(args)
+    start = args.model_name_or_path
     return {
         "data": {split: data_digest(dataset) for split, dataset in splits.items()},
-        "model": weights_digest(args.model_name_or_path, config),
-        **model_settings(config, AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=args.trust_remote_code)),
+        "model": None if start is None else weights_digest(start, config),
+        **model_settings(config, tokenizer),
     }
 
 
@@ -279,7 +325,8 @@ def finetune(
     splits: Mapping[str, Dataset],
     content: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Fine-tunes a pretrained model, evaluates it, and writes predictions; with `--no_do_train`, as it is.
+    """Fine-tunes a pretrained model, or trains a new one, evaluates it, and writes predictions; with `--no_do_train`,
+    as it is.
 
     In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
     card, a prediction file for each test set, and the checkpoints asked for. A run that is ended by a signal

@@ -54,7 +54,8 @@ def finetune_glue(
         if start_from_mnli and name in FROM_MNLI:
             source = Path(args.output_dir, "mnli", tasks["mnli"].get("run", ""))
             # Its classifier is for other classes.
-            run_args = replace(run_args, model_name_or_path=str(source), ignore_mismatched_sizes=True)
+            begin = {"model_name_or_path": str(source), "config_name": None, "config_overrides": None}
+            run_args = replace(run_args, **begin, ignore_mismatched_sizes=True)
         task, splits = GLUE_TASKS[name], load(name)
         results = (finetune_once if args.grid is None else finetune_grid)(run_args, optimization, task, splits)
         run = results.get("best_run", "")

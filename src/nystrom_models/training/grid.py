@@ -135,7 +135,7 @@ def finetune_grid(
     return found
 
 
-_CONTENT = frozenset(("model_name_or_path", "tokenizer_name", "trust_remote_code"))
+_CONTENT = frozenset(("model_name_or_path", "config_name", "config_overrides", "tokenizer_name", "trust_remote_code"))
 
 
 def _print(found: Mapping[str, Any], values: Mapping[str, Any]) -> None:

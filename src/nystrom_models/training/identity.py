@@ -35,7 +35,8 @@ PLACES = frozenset(
 SHOWN_BY_CONTENT = PLACES | frozenset(
     "task_name config_overrides max_train_samples text_column_names text_column_name label_column_name label_names"
     " label_all_tokens label_delimiter do_regression multi_label ignore_mismatched_sizes truncation_strategy"
-    " doc_stride validation_split validation_split_percentage short_seq_prob start_from_mnli".split()
+    " doc_stride validation_split validation_split_percentage short_seq_prob start_from_mnli task attention data_seed"
+    " generated_rows".split()
 )
 
 # Flags that may change on resuming: the length of the run, how a step is divided, when and on what it is evaluated.

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
@@ -66,8 +66,16 @@ class LanguageModelingArguments(RunArguments, DataArguments):
             raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
 
 
+class NewModelArguments(Protocol):
+    """The flags that [`read_config`] reads."""
+
+    model_name_or_path: str | None
+    config_name: str | None
+    config_overrides: str | None
+
+
 def read_config(
-    args: LanguageModelingArguments,
+    args: NewModelArguments,
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Mapping[str, int | None],
     wanted: str,

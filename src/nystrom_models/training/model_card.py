@@ -80,6 +80,19 @@ def _task(architecture: str) -> _Task:
     raise ValueError(f"There is no model card for {architecture}: save a model that ends in one of {list(TASKS)}.")
 
 
+def _usage_of_pairs(name: str, example: tuple[str, str], options: str = "") -> str:
+    """Of a model that reads the two texts of a pair apart, for which there is no pipeline."""
+    name = json.dumps(name)
+    return (
+        "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({name}{options})\n"
+        f"model = AutoModelForSequenceClassification.from_pretrained({name}{options})\n"
+        f'texts = tokenizer({json.dumps(example, ensure_ascii=False)}, padding=True, return_tensors="pt")\n'
+        "logits = model(**{name: tensor[None] for name, tensor in texts.items()}).logits\n"
+        "print(model.config.id2label[int(logits.argmax())])"
+    )
+
+
 def _usage(task: _Task, name: str, example: str | tuple[str, str] | None, options: str = "") -> str:
     if isinstance(example, tuple):
         argument = json.dumps(dict(zip(("text", "text_pair"), example, strict=True)), ensure_ascii=False)
@@ -228,6 +241,12 @@ def model_card(
 
     model_name = (hub_model_id or folder.resolve().name).rsplit("/", 1)[-1]
     name = hub_model_id or folder.resolve().name
+
+    def usage(options: str = "") -> str:
+        if config.dual_encoder and isinstance(example, tuple):
+            return _usage_of_pairs(name, example, options)
+        return _usage(task, name, example, options)
+
     local_base = base_model is not None and os.path.isdir(base_model)
     evaluated_on = dataset_name or "local files"
     if dataset_config_name:
@@ -271,8 +290,8 @@ def model_card(
         if config.max_position_embeddings is None
         else f"up to {config.max_position_embeddings}",
         linear=getattr(config, "num_landmarks", 0) is not None,
-        usage=_usage(task, name, example),
-        remote_usage=_usage(task, name, example, ", trust_remote_code=True"),
+        usage=usage(),
+        remote_usage=usage(", trust_remote_code=True"),
         data=data,
         evaluated_on=f"{evaluated_on}, split {dataset_split}",
         metrics=[(_cell(metric), round(float(value), 4)) for metric, value in (metrics or {}).items()],

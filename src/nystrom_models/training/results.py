@@ -80,10 +80,14 @@ def results_content(
     )
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; None if there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def read_results(output_dir: str | os.PathLike) -> dict[str, Any] | None:
     """What [`write_results`] wrote into `output_dir`; None if there is no such file."""
-    path = Path(output_dir, "all_results.json")
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json(Path(output_dir, "all_results.json"))
 
 
 def write_results(

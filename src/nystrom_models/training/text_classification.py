@@ -246,6 +246,7 @@ class TextClassificationRun(FinetuningRun):
             args.truncation_strategy,
             task.label_delimiter if task.multi_label else None,
             doc_stride=args.doc_stride,
+            apart=getattr(self.config, "dual_encoder", False),
             **self.row_options(split),
         )
 
@@ -292,6 +293,8 @@ class TextClassificationRun(FinetuningRun):
         name = self.task.prediction_files.get(split, f"{split}_predictions.tsv")
         write_predictions(Path(self.args.output_dir, name), self.task, predictions, self.label_names)
 
-    def example(self) -> tuple[str, str] | None:
+    def example(self) -> tuple[str, str] | str | None:
         """As `FinetuningRun.example`."""
-        return ("Replace this text by your own.", "And this one, too.") if len(self.task.text_columns) > 1 else None
+        if len(self.task.text_columns) > 1:
+            return "Replace this text by your own.", "And this one, too."
+        return self.task.example

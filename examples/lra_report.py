@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/long-range-arena.md: accuracies on the test sets, published ones beside those of finished runs.
+
+    python examples/lra_report.py --runs outputs/lra/*
+    python examples/lra_report.py --draw_pathfinder docs/images/pathfinder.png
+
+The first reads the all_results.json that examples/run_lra.py left in each folder, of one run or of a grid over seeds,
+and prints two tables in Markdown: accuracies, with empty cells for what was not run, and what each of ours took. The
+second draws pictures of Pathfinder; it needs matplotlib.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+# Accuracies in per cent, in the order of TASKS.
+PUBLISHED = {
+    "softmax (Xiong et al. 2021)": (37.10, 65.02, 79.35, 38.20, 74.16),
+    "Nyström (Xiong et al. 2021)": (37.15, 65.52, 79.56, 41.58, 70.94),
+    "Linformer (Xiong et al. 2021)": (37.25, 55.91, 79.37, 37.84, 67.60),
+    "softmax (Tay et al. 2021)": (36.37, 64.27, 57.46, 42.44, 71.40),
+    "Linformer (Tay et al. 2021)": (35.70, 53.94, 52.27, 38.56, 76.34),
+    "linear (Tay et al. 2021)": (16.13, 65.90, 53.09, 42.34, 75.30),
+}
+
+
+def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
+    """What all_results.json holds of each finished run in a folder: the run itself, or those of its grid."""
+    path = folder / "all_results.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: --runs takes folders of finished runs of run_lra.py.")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("arguments", {}).get("task") not in TASKS:
+        raise ValueError(f"{path} was not written by run_lra.py: it names no task of the Long Range Arena.")
+    if "grid" not in content["results"]:
+        yield content, folder
+        return
+    for point in content["results"]["grid"]:
+        for name in point["runs"]:
+            yield from runs_in(folder / name)
+
+
+def attention_of(config: Mapping[str, Any]) -> str:
+    """The attention of a saved configuration, with what makes it an own row of the table."""
+    if config["model_type"] == "linformer":
+        return f"Linformer-{config['projected_dim']}"
+    if config["model_type"] == "linear_transformer":
+        return "linear" if config["feature_map"] == "elu" else f"linear ({config['feature_map']})"
+    name = "softmax" if config["num_landmarks"] is None else f"Nyström-{config['num_landmarks']}"
+    standard = None if config["num_landmarks"] is None else 35
+    if config["conv_kernel_size"] != standard:
+        name += f", convolution {config['conv_kernel_size'] or 'none'}"
+    return name
+
+
+def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Figures of each run, by row and task."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for folder in folders:
+        for content, place in runs_in(Path(folder)):
+            arguments, results = content["arguments"], content["results"]
+            if "test" not in results or "train" not in results:
+                raise ValueError(f"{place} has no scores of a trained model on a test set.")
+            row = attention_of(json.loads((place / "config.json").read_text(encoding="utf-8")))
+            seconds, tokens = results["train"]["seconds"], results["train"]["tokens_per_second"]
+            pretrained = ""
+            if arguments["pretrain_on_task"]:
+                row += ", pretrained on the task"
+                pretrained = f"{arguments['pretrain_steps']:,} at {arguments['pretrain_learning_rate']:g}"
+            batch = arguments["tokens_per_step"] or (
+                arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
+            )
+            figures = {
+                "accuracy": 100 * results["test"]["accuracy"],
+                "seed": arguments["seed"],
+                "steps": results["train"]["steps"],
+                "batch": f"{batch:,}{' tokens' if arguments['tokens_per_step'] else ''}",
+                "rate": f"{arguments['learning_rate']:g}",
+                "length": arguments["max_length"],
+                "pretrained": pretrained,
+                "tokens": seconds * tokens,
+                "hours": seconds / 3600,
+            }
+            found.setdefault((row, arguments["task"]), []).append(figures)
+    return found
+
+
+def cell(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Mean over runs, with the standard deviation of several."""
+    values = [run["accuracy"] for run in runs]
+    if not values:
+        return ""
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{deviation}"
+
+
+def accuracy_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
+    """Published accuracies and ours, in Markdown; our average only where all five tasks were run."""
+    lines = ["| attention | ListOps | Text | Retrieval | Image | Pathfinder | average |", "| --- |" + " ---: |" * 6]
+    for name, values in PUBLISHED.items():
+        cells = [f"{value:.2f}" for value in (*values, statistics.fmean(values))]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for row in dict.fromkeys(name for name, _ in found):
+        runs = [found.get((row, task), []) for task in TASKS]
+        means = [statistics.fmean(run["accuracy"] for run in some) for some in runs if some]
+        average = f"{statistics.fmean(means):.2f}" if len(means) == len(TASKS) else ""
+        lines.append(f"| ours: {row} | {' | '.join([*map(cell, runs), average])} |")
+    return "\n".join(lines)
+
+
+def recipe_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
+    """What each of our cells took, in Markdown: a line for each recipe of a cell."""
+    head = (
+        "attention",
+        "task",
+        "seeds",
+        "steps",
+        "batch",
+        "learning rate",
+        "length",
+        "pretraining",
+        "tokens",
+        "hours",
+    )
+    lines = [f"| {' | '.join(head)} |", "| --- | --- |" + " ---: |" * 8]
+    for (row, task), runs in found.items():
+        recipes: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+        for run in runs:
+            key = tuple(run[name] for name in ("steps", "batch", "rate", "length", "pretrained"))
+            recipes.setdefault(key, []).append(run)
+        for key, some in recipes.items():
+            steps, *others = key
+            tokens = f"{statistics.fmean(run['tokens'] for run in some) / 1e6:.1f} M"
+            hours = f"{statistics.fmean(run['hours'] for run in some):.2f}"
+            cells = (row, task, len(some), f"{steps:,}", *others, tokens, hours)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def draw_pathfinder(path: str, seed: int = 0) -> None:
+    """A picture of the first training examples of Pathfinder: above those of two curves, below those of one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from nystrom_models.data.lra.pathfinder import picture
+
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    number = 0
+    while min(map(len, found.values())) < 6:
+        pixels, label = picture(f"train-{seed}-{number}")
+        found[label].append(pixels)
+        number += 1
+    figure, rows = pyplot.subplots(2, 6, figsize=(6, 2.1), layout="constrained")
+    for axes, label in zip(rows, found, strict=True):
+        for place, pixels in zip(axes, found[label], strict=False):
+            place.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+            place.set_axis_off()
+    figure.savefig(path, dpi=128, pil_kwargs={"optimize": True})
+    pyplot.close(figure)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--runs", nargs="*", default=[], help="Folders of finished runs; none for the published table."
+    )
+    parser.add_argument("--draw_pathfinder", metavar="FILE", help="Draw examples of Pathfinder instead of the tables.")
+    chosen = parser.parse_args(args)
+    if chosen.draw_pathfinder is not None:
+        draw_pathfinder(chosen.draw_pathfinder)
+        return
+    found = collect(chosen.runs)
+    print(accuracy_table(found))
+    if found:
+        print("\nTokens and hours are means of a run, of the training on labels alone.\n")
+        print(recipe_table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Long Range Arena (Tay et al. 2021, arXiv:2011.04006): small models from nothing, or from masked pretraining on
+the task's own inputs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate import PartialState
+from datasets import Dataset, concatenate_datasets, load_dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..data.lra import ARENA_TASKS, generate, listops_rows, load_aan, load_cifar, pathfinder_rows, require_counts
+from ..models.configuration_base import BaseConfig
+from ..models.configuration_linear_transformer import LinearTransformerConfig
+from ..models.configuration_linformer import LinformerConfig
+from ..models.configuration_nystromformer import NystromformerConfig
+from .arguments import DataArguments, RunArguments
+from .finetuning import finetune
+from .grid import finetune_grid
+from .identity import HOUSEKEEPING, PLACES, data_digest, flags
+from .launch import create_accelerator
+from .optimization import OptimizationArguments
+from .pretraining import PretrainingArguments, pretrain
+from .results import read_json, write_json
+from .splits import load_splits, sample
+from .text_classification import TextClassificationArguments
+
+ATTENTIONS = ("softmax", "nystrom", "linformer", "linear")
+CONFIGURATION, PRETRAINING = "configuration", "pretraining"  # folders in --output_dir
+_FINISHED = "finished.json"
+_IN_A_GRID = "is one of the whole run: give it beside --grid, and run the script once for each value"
+IMDB = "stanfordnlp/imdb"
+IMDB_ROWS, IMDB_VALIDATION_ROWS = 25_000, 2_000
+IMDB_WHERE = "The data set stanfordnlp/imdb of the Hub has them; without --train_file and --test_file it is loaded"
+
+
+@dataclass(kw_only=True)
+class ArenaArguments(TextClassificationArguments):
+    """The flags of run_lra.py."""
+
+    task: Literal["listops", "text", "retrieval", "image", "pathfinder"] = field(metadata={"help": "The task."})
+    attention: Literal["softmax", "nystrom", "linformer", "linear"] | None = field(
+        default=None,
+        metadata={
+            "help": "Attention of a new model: Nyström with 64 landmarks, Linformer with k = 256. Others by "
+            "--config_overrides num_landmarks=128, or projected_dim=128."
+        },
+    )
+    data_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder of data_batch_1.bin and the others (image), or of new_aan_pairs.*.tsv (retrieval)."},
+    )
+    data_seed: int = field(default=0, metadata={"help": "Seed of generated data, and of what of IMDB is held out."})
+    generated_rows: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Rows of listops and pathfinder: to train on, to validate on and to test on; by default 96000 "
+            "2000 2000, and 160000 20000 20000."
+        },
+    )
+    pretrain_on_task: bool = field(
+        default=False,
+        metadata={"help": "First pretrain with masked tokens on the training set's inputs (arXiv:2310.02980)."},
+    )
+    pretrain_steps: int = field(default=10_000, metadata={"help": "With --pretrain_on_task: number of steps."})
+    pretrain_learning_rate: float = field(
+        default=1e-3, metadata={"help": "With --pretrain_on_task: peak learning rate."}
+    )
+    pretrain_mlm_probability: float = field(
+        default=0.15, metadata={"help": "With --pretrain_on_task: share of tokens to predict."}
+    )
+
+    def __post_init__(self):
+        task = ARENA_TASKS[self.task]
+        if self.model_name_or_path is None and self.config_name is None:
+            if self.attention is None:
+                raise ValueError(f"A new model needs --attention: one of {', '.join(ATTENTIONS)}.")
+            self.config_name = self.tokenizer_name = str(Path(self.output_dir, CONFIGURATION))
+        super().__post_init__()
+        if self.max_length is None:
+            self.max_length = task.max_length
+        if task.fixed_length and self.max_length != task.max_length:
+            raise ValueError(
+                f"A picture has {task.max_length} pixels: leave out --max_length with --task {self.task}."
+            )
+        if self.text_column_names is not None or self.label_column_name != "label":
+            raise ValueError(
+                f"--task {self.task} says what is read: leave out --text_column_names and --label_column_name."
+            )
+        if self.do_regression or self.multi_label:
+            raise ValueError(f"--task {self.task} has classes: leave out --do_regression and --multi_label.")
+        if self.generated_rows is not None:
+            if task.generated is None:
+                raise ValueError(f"--generated_rows is for listops and pathfinder, not for --task {self.task}.")
+            if len(self.generated_rows) != 3 or min(self.generated_rows) < 1:
+                raise ValueError("--generated_rows takes three numbers, such as 96000 2000 2000.")
+        if self.data_dir is not None and self.task not in ("image", "retrieval"):
+            raise ValueError(f"--data_dir holds the files of image or retrieval, not of --task {self.task}.")
+        if self.task != "text" and (self.train_file or self.validation_file or self.test_file or self.dataset_name):
+            raise ValueError(f"--task {self.task} says what is read: leave out --dataset_name and files.")
+        if self.pretrain_on_task and self.config_name is None and not self._is_pretrained_here():
+            raise ValueError("--pretrain_on_task begins with a new model: leave out --model_name_or_path.")
+        if self.pretrain_steps < 1:
+            raise ValueError(f"--pretrain_steps must be at least 1, but is {self.pretrain_steps}.")
+        for item in self.grid or ():
+            name = item.partition("=")[0]
+            if name in {f.name for f in fields(ArenaArguments)} - {
+                f.name for f in fields(TextClassificationArguments)
+            }:
+                raise ValueError(f"--grid {item!r}: --{name} {_IN_A_GRID}.")
+
+    def _is_pretrained_here(self) -> bool:
+        return Path(str(self.model_name_or_path)).name == PRETRAINING
+
+    def data_source(self) -> str:
+        return ARENA_TASKS[self.task].title
+
+    def hub_dataset(self) -> tuple[str | None, str | None]:
+        if self.task == "text" and not self.train_file:
+            return self.dataset_name or IMDB, self.dataset_config_name
+        return None, None
+
+
+def arena_config(task: str, attention: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> BaseConfig:
+    """The model of the Nyströmformer paper's table 3: 2 layers of 64, 2 heads, feed-forward layers of 128, pre-norm,
+    mean pooling; the sizes of the authors' code (https://github.com/mlpen/Nystromformer, LRA/code/lra_config.py).
+
+    Args:
+        task: of [`ARENA_TASKS`]. The model for "retrieval" reads two texts apart.
+        attention: "softmax", "nystrom" (64 landmarks and a convolution of 35), "linformer" (k = 256, E = F in each
+            layer) or "linear" (elu + 1).
+        tokenizer: of the task.
+        max_length: the longest sequence.
+    """
+    label_names = ARENA_TASKS[task].text_task.label_names or ()
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "hidden_act": "gelu",
+        "layer_norm_position": "pre",
+        "classifier_pooling": "mean",
+        "classifier_activation": "relu",
+        "dual_encoder": task == "retrieval",
+        "max_position_embeddings": max_length,
+        "type_vocab_size": 1,
+        # About PyTorch's own for layers of this width.
+        "initializer_range": 0.07,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "id2label": dict(enumerate(label_names)),
+        "label2id": {name: number for number, name in enumerate(label_names)},
+    }
+    if attention == "softmax":
+        return NystromformerConfig(**common | {"num_landmarks": None, "conv_kernel_size": None})
+    if attention == "nystrom":
+        return NystromformerConfig(num_landmarks=64, conv_kernel_size=35, **common)
+    if attention == "linformer":
+        return LinformerConfig(projected_dim=min(256, max_length), share_projection="key_value", **common)
+    if attention == "linear":
+        return LinearTransformerConfig(feature_map="elu", attention_probs_dropout_prob=0.0, **common)
+    raise ValueError(f"attention={attention!r} is unknown: use one of {', '.join(ATTENTIONS)}.")
+
+
+def load_arena_task(args: ArenaArguments) -> dict[str, Dataset]:
+    """`train`, `validation` and `test` of a task, generated or loaded; without `train` if nothing is trained.
+
+    Raises:
+        FileNotFoundError, ValueError: if files are missing, or are not those of the task.
+    """
+    assert args.max_length is not None
+    task, workers = ARENA_TASKS[args.task], args.preprocessing_num_workers
+    with PartialState().main_process_first():
+        if task.generated is not None:
+            sizes = dict(zip(("train", "validation", "test"), args.generated_rows or task.generated, strict=True))
+            rows: Any = pathfinder_rows
+            options: dict[str, int] = {}
+            if args.task == "listops":
+                # As long as the model takes, or a quarter of it: from 500 to 2,000 tokens in the Long Range Arena.
+                rows, options = listops_rows, {"min_length": args.max_length // 4, "max_length": args.max_length}
+            names = task.text_task.label_names or ()
+            return generate(rows, sizes, args.data_seed, names, workers, args.cache_dir, **options)
+        if args.task == "image":
+            return load_cifar(args.data_dir, args.cache_dir, workers)
+        if args.task == "retrieval":
+            return load_aan(args.data_dir, args.max_length, args.cache_dir)
+        return _load_reviews(args)
+
+
+def _load_reviews(args: ArenaArguments) -> dict[str, Dataset]:
+    """IMDB. It has no validation set: part of the training set is held out, unless there is a file."""
+    if args.train_file or args.validation_file or args.test_file:
+        files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
+        splits = load_splits(files, args.cache_dir)
+    else:
+        found = load_dataset(args.dataset_name or IMDB, args.dataset_config_name, cache_dir=args.cache_dir)
+        splits = {split: found[split] for split in ("train", "test")}
+    for split in ("train", "test"):
+        if split in splits and (split == "test" or "validation" not in splits):
+            require_counts(splits[split], "label", IMDB_ROWS, f"the {split} set of IMDB", IMDB_WHERE)
+    if "validation" not in splits and "train" in splits:
+        held_out = len(splits["train"]) * IMDB_VALIDATION_ROWS // IMDB_ROWS
+        parts = splits["train"].train_test_split(test_size=held_out, seed=args.data_seed)
+        splits |= {"train": parts["train"], "validation": parts["test"]}
+    return splits
+
+
+def _write_configuration(args: ArenaArguments) -> None:
+    """Writes what a new model is made from: its configuration and tokenizer."""
+    assert args.max_length is not None and args.attention is not None
+    state = PartialState()
+    if state.is_main_process:
+        tokenizer = ARENA_TASKS[args.task].tokenizer(args.max_length)
+        folder = str(args.config_name)
+        arena_config(args.task, args.attention, tokenizer, args.max_length).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    state.wait_for_everyone()
+
+
+def _documents(args: ArenaArguments, dataset: Dataset) -> Dataset:
+    """The inputs of rows, each text by itself."""
+    columns = ARENA_TASKS[args.task].text_task.text_columns
+    parts = [
+        dataset.select_columns(column).rename_columns({column: "text"} if column != "text" else {})
+        for column in columns
+    ]
+    return concatenate_datasets(parts)
+
+
+def _pretrain(
+    args: ArenaArguments, optimization: OptimizationArguments, splits: Mapping[str, Dataset]
+) -> dict[str, dict[str, Any]]:
+    """Masked pretraining on the inputs of the training set, in a folder of its own; its results, or those of a
+    finished pretraining with the same flags and data. After a signal, only the figures of `train`."""
+    shared = {f.name: getattr(args, f.name) for part in (RunArguments, DataArguments) for f in fields(part)}
+    # What is said of data, evaluation and upload is meant for the task.
+    own = {f.name for f in fields(DataArguments)} - {"max_train_samples", "max_eval_samples"}
+    own -= {"preprocessing_num_workers", "cache_dir", "overwrite_cache"}
+    own |= {"eval_strategy", "eval_steps", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
+    own |= {"early_stopping_patience", "early_stopping_threshold", "push_to_hub", "hub_model_id", "hub_strategy"}
+    latest = args.resume_from_checkpoint is not None
+    run_args = PretrainingArguments(
+        **{name: value for name, value in shared.items() if name not in own}
+        | {
+            "output_dir": str(Path(args.output_dir, PRETRAINING)),
+            "config_name": args.config_name,
+            "config_overrides": args.config_overrides,
+            "tokenizer_name": args.tokenizer_name,
+            "max_length": args.max_length,
+            "eval_strategy": "no",
+            "resume_from_checkpoint": "latest" if latest else None,
+            "sentence_order": False,
+            "short_seq_prob": 0.0,
+            "mlm_probability": args.pretrain_mlm_probability,
+        }
+    )
+    run_optimization = replace(
+        optimization,
+        max_train_steps=args.pretrain_steps,
+        learning_rate=args.pretrain_learning_rate,
+        num_warmup_steps=None,
+        warmup_ratio=0.1,
+    )
+    documents = {
+        split: _documents(args, sample(splits[split], size, args.seed))
+        for split, size in (("train", args.max_train_samples), ("validation", args.max_eval_samples))
+    }
+    identity = {
+        "flags": flags(run_args, run_optimization, leave_out=HOUSEKEEPING | PLACES),
+        "data": {split: data_digest(dataset) for split, dataset in documents.items()},
+    }
+    marker = Path(run_args.output_dir, _FINISHED)
+    if (saved := read_json(marker)) is not None and saved["identity"] == identity:
+        return saved["results"]
+    results = pretrain(replace(run_args, max_train_samples=None, max_eval_samples=None), run_optimization, documents)
+    if "validation" in results and PartialState().is_main_process:
+        write_json(marker, {"identity": identity, "results": results})
+    PartialState().wait_for_everyone()
+    return results
+
+
+def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> dict[str, Any]:
+    """Trains a model on a task, evaluates it on validation and test set, and leaves what [`finetune`] leaves.
+
+    With `--pretrain_on_task`, the model is first pretrained in the folder `pretraining` of `--output_dir`; all seeds
+    of a grid begin with this model. A pretraining that is finished is not repeated.
+
+    Returns:
+        The figures of `all_results.json`; after a signal, only those of `train`.
+    """
+    create_accelerator(args.mixed_precision)  # the processes find each other before they divide the work on the data
+    splits: Mapping[str, Dataset] = load_arena_task(args)
+    if args.model_name_or_path is None:
+        _write_configuration(args)
+    if args.pretrain_on_task:
+        results = _pretrain(args, optimization, splits)
+        if "validation" not in results:
+            return results  # stopped by a signal
+        start = str(Path(args.output_dir, PRETRAINING))
+        args = replace(args, model_name_or_path=start, config_name=None, config_overrides=None)
+    run = finetune if args.grid is None else finetune_grid
+    return run(args, optimization, ARENA_TASKS[args.task].text_task, splits)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of the Long Range Arena end to end, in small."""
+
+import json
+import re
+from pathlib import Path
+
+import lra_report
+import numpy as np
+import pytest
+import run_lra
+from datasets import ClassLabel, Dataset, Features, Image, concatenate_datasets
+from datasets.exceptions import DatasetGenerationError
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, pipeline
+
+import nystrom_models  # noqa: F401 - registers the families
+from nystrom_models.data.lra import aan, cifar
+from nystrom_models.data.lra.pictures import to_text
+from nystrom_models.training import long_range_arena
+from tests.training.processes import finish, start
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def run(folder, cache, *options, steps=2):
+    shared = ["--output_dir", str(folder), "--cache_dir", cache, "--max_train_steps", str(steps)]
+    return run_lra.main([*shared, "--per_device_train_batch_size", "8", *options])
+
+
+LISTOPS = "--task listops --max_length 48 --generated_rows 120 40 40".split()
+
+
+@pytest.mark.parametrize(
+    "attention",
+    # The other tests here have a run of each of these.
+    ["nystrom", *(pytest.param(name, marks=pytest.mark.slow) for name in ("softmax", "linformer", "linear"))],
+)
+def test_listops(attention, cache, tmp_path):
+    options = ["--attention", attention]
+    if attention == "nystrom":
+        options += ["--config_overrides", "num_landmarks=8", "--grid", "seed=0,1"]
+    results = run(tmp_path, cache, *LISTOPS, *options)
+    folder = tmp_path
+    if attention == "nystrom":
+        folder = tmp_path / results["best_run"]
+        # Each seed draws weights of its own.
+        first, second = (
+            AutoModelForSequenceClassification.from_pretrained(tmp_path / f"seed={seed}") for seed in (0, 1)
+        )
+        weights = [model.nystromformer.embeddings.word_embeddings.weight for model in (first, second)]
+        assert (weights[0] - weights[1]).abs().max() > 0.05
+        results = json.loads(Path(folder, "all_results.json").read_text())["results"]
+    assert results["test"].keys() == {"loss", "accuracy", "macro_f1"}
+    classify = pipeline("text-classification", model=str(folder))
+    config = classify.model.config
+    assert classify("[MAX 2 9 [MIN 4 7 ] 0 ]")[0]["label"] in "0123456789"
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 64, 128)
+    assert (config.layer_norm_position, config.classifier_pooling) == ("pre", "mean")
+    assert config.vocab_size == 18 and config.max_position_embeddings == 48
+    expected = {"softmax": None, "nystrom": 8}.get(attention, "absent")
+    assert getattr(config, "num_landmarks", "absent") == expected
+    card = (folder / "README.md").read_text()
+    assert "ListOps" in card and "[MAX 2 9 [MIN 4 7 ] 0 ]" in card
+
+
+def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_path, capsys, monkeypatch):
+    options = [*LISTOPS, "--attention", "linear", "--pretrain_on_task", "--pretrain_steps", "3"]
+    run(tmp_path, cache, *options)
+    folder = tmp_path / "pretraining"
+    written = json.loads((folder / "all_results.json").read_text())
+    assert written["results"]["train"]["steps"] == 3 and "mlm_accuracy" in written["results"]["validation"]
+    assert AutoModelForMaskedLM.from_pretrained(folder).config.max_position_embeddings == 48
+    # The first step of the training on labels begins with what pretraining left.
+    assert "model" in json.loads((tmp_path / "all_results.json").read_text())["identity"]
+    card = (tmp_path / "README.md").read_text()
+    assert "fine-tuned from `pretraining`" in card
+
+    def refuse(*_):
+        raise AssertionError("pretrained again")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(long_range_arena, "pretrain", refuse)
+        run(tmp_path, cache, *options)
+        with pytest.raises(AssertionError, match="pretrained again"):
+            run(tmp_path, cache, *options, "--pretrain_mlm_probability", "0.3")
+        # As after a signal.
+        patches.setattr(long_range_arena, "pretrain", lambda *_: {"train": {"steps": 1}})
+        stopped = run(tmp_path / "stopped", cache, *options)
+        assert stopped == {"train": {"steps": 1}} and not (tmp_path / "stopped" / "pretraining").exists()
+    capsys.readouterr()
+    lra_report.main(["--runs", str(tmp_path)])
+    printed = capsys.readouterr().out
+    accuracy = json.loads((tmp_path / "all_results.json").read_text())["results"]["test"]["accuracy"]
+    assert f"| ours: linear, pretrained on the task | {100 * accuracy:.2f} |  |  |  |  |  |" in printed
+    assert "| linear, pretrained on the task | listops | 1 | 2 | 8 | 0.0001 | 48 | 3 at 0.001 |" in printed
+
+
+def test_a_run_goes_on(cache, tmp_path):
+    options = [*LISTOPS, "--attention", "softmax", "--checkpointing_steps", "2"]
+    whole = run(tmp_path / "whole", cache, *options, steps=4)
+    resume = ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]
+    again = run(tmp_path / "again", cache, *options, *resume, steps=4)
+    assert again["test"] == whole["test"]
+    with pytest.raises(ValueError, match="num_attention_heads was 2 and is 4"):
+        run(tmp_path / "other", cache, *options, *resume, "--config_overrides", "num_attention_heads=4", steps=4)
+    with pytest.raises(ValueError, match="the training data was"):
+        run(tmp_path / "other", cache, *options, *resume, "--data_seed", "1", steps=4)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(cache, tmp_path):
+    """The same data, steps and scores as in one process."""
+    options = [*LISTOPS, "--attention", "linear", "--pretrain_on_task", "--pretrain_steps", "2"]
+    options += ["--config_overrides", "hidden_dropout_prob=0.0", "--cache_dir", cache, "--max_train_steps", "3"]
+    alone, together = ["--per_device_train_batch_size", "8"], ["--per_device_train_batch_size", "4"]
+    whole = run_lra.main([*options, *alone, "--output_dir", str(tmp_path / "one")])
+    processes, logs = start(
+        run_lra.main, ([*options, *together, "--output_dir", str(tmp_path / "two")],), tmp_path, num_processes=2
+    )
+    assert finish(processes) == [0, 0], logs[0].read_text()
+    results = json.loads((tmp_path / "two" / "all_results.json").read_text())["results"]
+    assert results["test"] == pytest.approx(whole["test"], rel=1e-4)
+    assert results["train"]["steps"] == 3
+
+
+@pytest.fixture
+def reviews(tmp_path, monkeypatch):
+    monkeypatch.setattr(long_range_arena, "IMDB_ROWS", 40)
+    monkeypatch.setattr(long_range_arena, "IMDB_VALIDATION_ROWS", 8)
+    path = tmp_path / "reviews.jsonl"
+    rows = [{"text": f"Caf\u00e9 number {i} was {'good' if i % 2 else 'bad'}.", "label": i % 2} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_text_is_read_as_bytes(reviews, cache, tmp_path):
+    files = ["--train_file", reviews, "--test_file", reviews]
+    options = ["--task", "text", "--attention", "nystrom", "--max_length", "24"]
+    results = run(tmp_path / "output", cache, *options, *files)
+    assert results["test"].keys() == {"loss", "accuracy", "macro_f1"}
+    classify = pipeline("text-classification", model=str(tmp_path / "output"))
+    ids = classify.tokenizer("Caf\u00e9")["input_ids"]
+    assert len(ids) == 5 and classify.tokenizer.decode(ids) == "Caf\u00e9" and classify.model.config.vocab_size == 259
+    assert classify("x" * 10)[0]["label"] in ("neg", "pos")
+    with pytest.raises(
+        ValueError, match=r"The train set of IMDB has 30 rows, as many of each class, but these are 40"
+    ):
+        long_range_arena.IMDB_ROWS = 30  # restored by the fixture
+        run(tmp_path / "other", cache, *options, *files)
+
+
+@pytest.fixture
+def papers(tmp_path, monkeypatch):
+    monkeypatch.setattr(aan, "COUNTS", dict.fromkeys(aan.COUNTS, 24))
+    folder = tmp_path / "tsv_data"
+    folder.mkdir()
+    for name in aan.FILES.values():
+        lines = [f"{i % 2}.0\t{i}\t{i + 1}\tb'a \"quoted {i}'\t{'long ' * 9}{i}" for i in range(24)]
+        (folder / name).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_papers_are_read_apart(papers, cache, tmp_path):
+    options = ["--task", "retrieval", "--attention", "linformer", "--max_length", "32", "--data_dir", str(papers)]
+    results = run(tmp_path / "output", cache, *options, "--pretrain_on_task", "--pretrain_steps", "1")
+    assert results["test"].keys() == {"loss", "accuracy", "macro_f1"}
+    card = (tmp_path / "output" / "README.md").read_text()
+    snippet = re.findall(r"^```python\nimport nystrom_models\n\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)[0]
+    exec(snippet.replace('"output"', repr(str(tmp_path / "output"))), {})
+    (papers / "new_aan_pairs.eval.tsv").write_text("1\ttext\n")
+    with pytest.raises(DatasetGenerationError) as error:
+        run(tmp_path / "broken", cache, *options)
+    assert "row 1: expected a label of 0 or 1" in str(error.value.__cause__)
+    (papers / "new_aan_pairs.eval.tsv").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must hold new_aan_pairs.eval.tsv: lra_release.gz"):
+        run(tmp_path / "missing", cache, *options)
+
+
+def test_pictures_are_read_pixel_by_pixel(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar, "COUNTS", {"train": 50, "test": 10})
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    colours = random.integers(256, size=(10, 3072), dtype=np.uint8)
+    content = np.concatenate([np.arange(10, dtype=np.uint8)[:, None], colours], axis=1)
+    for name in (name for names in cifar.FILES.values() for name in names):
+        content.tofile(folder / name)
+    splits = cifar.load_cifar(tmp_path, cache)
+    assert [len(rows) for rows in splits.values()] == [45, 5, 10]
+    red, green, blue = colours[3].reshape(3, 1024).astype(int)
+    expected = np.rint(0.299 * red + 0.587 * green + 0.114 * blue).astype(np.uint8)
+    assert splits["test"][3] == {"text": to_text(expected), "label": 3}
+    options = ["--attention", "linformer", "--max_eval_samples", "2", "--max_predict_samples", "2"]
+    options += ["--config_overrides", "num_hidden_layers=1", "--per_device_train_batch_size", "2"]
+    results = run(tmp_path / "image", cache, "--task", "image", *options, "--data_dir", str(tmp_path), steps=1)
+    assert "accuracy" in results["test"]
+    # The same pictures as the Hub gives them.
+    features = Features({"img": Image(), "label": ClassLabel(names=list(cifar.CLASSES))})
+    pictures = colours.reshape(10, 3, 32, 32).transpose(0, 2, 3, 1)
+    rows = Dataset.from_dict({"img": list(pictures), "label": list(range(10))}, features=features)
+    monkeypatch.setattr(
+        cifar, "load_dataset", lambda *_, **__: {"train": concatenate_datasets([rows] * 5), "test": rows}
+    )
+    assert cifar.load_cifar()["test"][:] == splits["test"][:]
+    (folder / "test_batch.bin").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks test_batch.bin\. https://www.cs.toronto.edu.*SHA-256 c4a38c50"
+    ):
+        cifar.load_cifar(tmp_path, cache)
+    results = run(
+        tmp_path / "pathfinder", cache, "--task", "pathfinder", *options, "--generated_rows", "4", "2", "2", steps=1
+    )
+    assert "accuracy" in results["test"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "listops"], "needs --attention: one of softmax"),
+        (["--task", "text", "--attention", "linear", "--generated_rows", "1", "1", "1"], "for listops and pathfinder"),
+        (["--task", "listops", "--attention", "linear", "--generated_rows", "1", "1"], "three numbers"),
+        (["--task", "image", "--attention", "linear", "--max_length", "9"], "1024 pixels"),
+        (["--task", "listops", "--attention", "linear", "--train_file", "x.csv"], "says what is read"),
+        (["--task", "listops", "--attention", "linear", "--data_dir", "x"], "files of image or retrieval"),
+        (["--task", "listops", "--attention", "linear", "--grid", "task=text"], "--task is one of the whole run"),
+        (["--task", "listops", "--model_name_or_path", "x", "--pretrain_on_task"], "begins with a new model"),
+    ],
+)
+def test_flags_that_contradict_each_other(options, message, cache, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, cache, *options)
+
+
+def test_the_published_table(capsys, tmp_path):
+    lra_report.main([])
+    printed = capsys.readouterr().out
+    # The averages that the papers print.
+    for name, average in (("softmax (Xiong", 58.77), ("Linformer (Xiong", 55.59), ("Nystr\u00f6m (Xiong", 58.95)):
+        line = next(line for line in printed.splitlines() if name in line)
+        assert float(line.split("|")[-2]) == pytest.approx(average, abs=0.011)
+    page = (Path(__file__).parents[2] / "docs" / "long-range-arena.md").read_text(encoding="utf-8")
+    assert printed.strip() in page
+    with pytest.raises(FileNotFoundError, match="takes folders of finished runs"):
+        lra_report.main(["--runs", str(tmp_path)])
