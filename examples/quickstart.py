@@ -56,7 +56,8 @@ class QuickstartArguments:
     max_train_steps: int = field(default=1600, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
     tokens_per_step: int = field(default=1000, metadata={"help": "Tokens per step of pretraining."})
-    learning_rate: float = field(default=1.5e-3, metadata={"help": "Peak learning rate of pretraining."})
+    optim: str = field(default="muon", metadata={"help": "Optimizer of pretraining: muon or adamw."})
+    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of pretraining."})
     max_length: int = field(default=128, metadata={"help": "Largest number of tokens of a row."})
     vocab_size: int = field(default=5000, metadata={"help": "Largest size of the vocabulary."})
     hidden_size: int = field(default=128, metadata={"help": "Width of the models."})
@@ -127,6 +128,7 @@ def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         per_device_train_batch_size=ROWS,
         tokens_per_step=args.tokens_per_step,
         group_by_length=True,
+        optim=args.optim,
         learning_rate=args.learning_rate,
         max_train_steps=args.max_train_steps,
         adam_beta2=0.98,
@@ -175,7 +177,7 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         per_device_train_batch_size=ROWS,
         tokens_per_step=2 * args.tokens_per_step,  # one label per row: more rows make the gradient less noisy
         group_by_length=True,
-        learning_rate=args.learning_rate / 2,
+        learning_rate=args.learning_rate / 4,
         max_train_steps=args.finetune_steps,
     )
     results = finetune(arguments, optimization, arguments.text_task(), documents)

@@ -123,13 +123,13 @@ def test_every_task_is_reached_by_the_navigation(site, browser, width):
     browser.open(site, "tasks.html", width=width)
     if width == PHONE:
         browser.run("document.querySelector('label.md-header__button[for=__drawer]').click()")
-        wait_for(browser, "load.html")
+    wait_for(browser, "load.html")
     for page in ("load", "pretrain", "fine-tune", "convert", "generate", "export", "built-in"):
         assert browser.run(VISIBLE, f"{page}.html"), page
 
 
 def wait_for(browser, page):
-    """Waits until the drawer is open."""
+    """Waits until the navigation shows a page: it is laid out, and its drawer is open."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(browser.driver, 5).until(lambda _: browser.run(VISIBLE, page))

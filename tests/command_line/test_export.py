@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_is_exported_by_a_process_of_its_own(folder):
     command = [sys.executable, "-m", "nystrom_models", "export", folder / "model", folder / "onnx", "--quantize"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -76,6 +76,7 @@ def test_layouts_do_not_matter():
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_generator_and_its_mean_is_the_attention():
     inputs = draw_heads(13, 3, batch=1)
     options = {"num_landmarks": M, "pinv_iterations": 1}

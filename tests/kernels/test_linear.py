@@ -59,7 +59,7 @@ def by_kernels(*tensors):
     [
         (2, torch.float32, False, False, 0.0),
         (64, torch.float32, True, True, 0.0),
-        (515, torch.float32, True, False, 3.0),
+        pytest.param(515, torch.float32, True, False, 3.0, marks=pytest.mark.slow),
         (600, torch.float16, True, True, 3.0),
         (70, torch.bfloat16, False, True, 3.0),
     ],

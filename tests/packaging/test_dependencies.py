@@ -15,7 +15,7 @@ SOURCES = ROOT / "src" / "nystrom_models"
 WITH_PYTORCH = {"triton"}
 EXTRAS = {
     "data": ("train",),
-    "training": ("train",),
+    "training": ("train", "lora"),
     "deployment": ("onnx",),
     "command_line": ("train", "cli"),
     "analysis": ("train",),
