@@ -33,7 +33,7 @@ BAD_FIELDS = {
     "slots differ between heads that share": (
         LinformerConfig,
         {"projected_dim": [[8] * 11 + [4]], "num_hidden_layers": 1, "share_projection": "headwise"},
-        'share_projection="headwise": use share_projection="none"',
+        'share_projection="headwise" heads share a projection',
     ),
     "slots of heads are not for pooling": (
         LinformerConfig,

@@ -228,8 +228,8 @@ def linformer_attention_map(
         rows: (R,) or (B, R) int64, the queries whose rows are returned; None for all N.
         The others: see `linformer_attention`.
 
-    Returns: (B, H, R, N), zero in the columns of invalid tokens. Its rows, like those of F, need not sum to
-    1. For "max_pool", F holds the share of channels in which a token is its slot's maximum. Memory is linear in N if
+    Returns: (B, H, R, N), zero in the columns of invalid tokens. Like those of F, its rows need not sum to
+    one. For "max_pool", F holds the share of channels in which a token is its slot's maximum. Memory is linear in N if
     rows are given.
     """
     (key, value), lengths = _by_rank((key, value), mask)

@@ -14,8 +14,7 @@ from .configuration_base import BaseConfig
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and token type embeddings, normalised; projected to the hidden size if `embedding_size` is
-    given."""
+    """Sum of word, position and token type embeddings, normalised; projected to C if `embedding_size` is given."""
 
     def __init__(self, config: BaseConfig):
         super().__init__()
