@@ -32,7 +32,7 @@ def generate(
         rows: a generator function of rows `text` and `label`, with the arguments `numbers`, a list of ranges, `name`,
             and `options`. A row depends only on its number, `name` and `options`.
         sizes: number of rows by split.
-        seed: of all splits, which have no row in common.
+        seed: of all splits; each split is drawn independently.
         label_names: the classes.
         num_proc: processes, among which the ranges are divided.
         cache_dir: as of `datasets`.

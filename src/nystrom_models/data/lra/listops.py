@@ -57,9 +57,9 @@ def _write(rng: random.Random, depth: int, longest: int, tokens: list[str]) -> i
 def expression(seed: str, min_length: int = 500, max_length: int = 2000) -> tuple[str, int]:
     """A random expression of more than `min_length` and less than `max_length` tokens, and its value.
 
-    As in the Long Range Arena's script: a node above depth 10 is an operator of 2 to 10 arguments with probability
-    0.25; trees of other lengths are drawn again. Only `random()` of Python's generator is used, which is the same in
-    all versions.
+    As in the Long Range Arena's script: a node at a depth of less than 10 is an operator of 2 to 10 arguments with
+    probability 0.25; trees of other lengths are drawn again. Only `random()` of Python's generator is used, which is
+    the same in all versions.
     """
     rng = random.Random(seed)
     while True:

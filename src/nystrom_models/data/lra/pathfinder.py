@@ -31,7 +31,7 @@ MARGIN = 2.0
 SEPARATION = 3.3
 # Distance between a dot's centre and other curves, and between two dots.
 DOT_SEPARATION = 4.4
-SAME_DISTANCE = 1.0  # largest difference between the dots' distances in the two classes
+SAME_DISTANCE = 1.0  # largest difference between the distances of the dots in the two classes
 TURN = 0.45  # standard deviation of the angle between two dashes, in radians
 _ATTEMPTS = 12  # attempts at the next dash of a curve, before the curve is given up
 _CURVES = 400  # attempts at a curve, before the picture is given up
