@@ -270,7 +270,7 @@ def test_what_a_state_cannot_do_is_refused_by_name():
         model(ids[:1], past_key_values=cache)
     with pytest.raises(ValueError, match=r"output_attentions needs all tokens at once.*use_cache=False"):
         model(ids, past_key_values=cache, output_attentions=True)
-    with pytest.raises(ValueError, match=r"has seen 14 tokens, and 3 are given"):
+    with pytest.raises(ValueError, match=r"has seen 14 tokens, but the call has 3"):
         greedy(model, ids[:, :3], past_key_values=cache)
     with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64.*resize_position_embeddings"):
         model(torch.full((2, 51), 5), past_key_values=cache)
