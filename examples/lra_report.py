@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/long-range-arena.md: accuracies on the test sets, published ones beside those of finished runs.
+"""The table of docs/long-range-arena.md: accuracies on the test sets, published ones and those of finished runs.
 
     python examples/lra_report.py --runs outputs/lra/*
     python examples/lra_report.py --draw_pathfinder docs/images/pathfinder.png
 
-The first reads the all_results.json that examples/run_lra.py left in each folder, of one run or of a grid over seeds,
-and prints two tables in Markdown: accuracies, with empty cells for what was not run, and what each of ours took. The
+The first reads the all_results.json of examples/run_lra.py in each folder, of one run or of a grid over seeds, and
+prints two tables in Markdown: accuracies, with empty cells for tasks that were not run, and the cost of our runs. The
 second draws pictures of Pathfinder; it needs matplotlib.
 """
 
@@ -45,7 +45,7 @@ def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
 
 
 def attention_of(config: Mapping[str, Any]) -> str:
-    """The attention of a saved configuration, with what makes it an own row of the table."""
+    """The attention of a saved configuration, with the settings for which it has its own row in the table."""
     if config["model_type"] == "linformer":
         return f"Linformer-{config['projected_dim']}"
     if config["model_type"] == "linear_transformer":
@@ -99,7 +99,7 @@ def cell(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def accuracy_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
-    """Published accuracies and ours, in Markdown; our average only where all five tasks were run."""
+    """Published accuracies and ours, in Markdown; our average only if all five tasks were run."""
     lines = ["| attention | ListOps | Text | Retrieval | Image | Pathfinder | average |", "| --- |" + " ---: |" * 6]
     for name, values in PUBLISHED.items():
         cells = [f"{value:.2f}" for value in (*values, statistics.fmean(values))]
@@ -113,7 +113,7 @@ def accuracy_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]])
 
 
 def recipe_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> str:
-    """What each of our cells took, in Markdown: a line for each recipe of a cell."""
+    """The cost of each of our cells, in Markdown: a line for each recipe of a cell."""
     head = (
         "attention",
         "task",
@@ -142,7 +142,7 @@ def recipe_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -
 
 
 def draw_pathfinder(path: str, seed: int = 0) -> None:
-    """A picture of the first training examples of Pathfinder: above those of two curves, below those of one."""
+    """Draws the first training examples of Pathfinder: above, dots on two curves; below, dots on one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -178,7 +178,7 @@ def main(args: Sequence[str] | None = None) -> None:
     found = collect(chosen.runs)
     print(accuracy_table(found))
     if found:
-        print("\nTokens and hours are means of a run, of the training on labels alone.\n")
+        print("\nTokens and hours are means over runs, and count only the training on labels.\n")
         print(recipe_table(found))
 
 

@@ -3,9 +3,9 @@
 
     python examples/run_glue.py --model_name_or_path MODEL --task_name mrpc --output_dir outputs/mrpc
 
-loads the task from the Hub; --data_dir GLUE reads it from a folder as GLUE gives it, and --train_file,
+loads the task from the Hub; --data_dir GLUE reads it from the unpacked folder of GLUE's download, and --train_file,
 --validation_file and --test_file from files with its columns. --task_name all trains every task, and prints the
-average. Without --task_name the columns are those of --text_column_names and --label_column_name. --grid runs at
+average. Without --task_name the columns are those of --text_column_names and --label_column_name. --grid runs with
 several values of flags, such as learning_rate=2e-5,3e-5 seed=0,1,2, and prints mean and standard deviation.
 --no_do_train evaluates and predicts with a model that was fine-tuned before.
 """
@@ -29,10 +29,10 @@ from nystrom_models.training.text_classification import TextClassificationArgume
 
 @dataclass(kw_only=True)
 class GlueArguments(TextClassificationArguments):
-    """What GLUE needs besides."""
+    """The additional flags of GLUE."""
 
     task_name: str | None = field(
-        default=None, metadata={"help": f"GLUE task: {', '.join(GLUE_TASKS)}; or all, one after another."}
+        default=None, metadata={"help": f"GLUE task: {', '.join(GLUE_TASKS)}; or all, one after the other."}
     )
     data_dir: str | None = field(
         default=None,
@@ -48,7 +48,7 @@ class GlueArguments(TextClassificationArguments):
         default=None, metadata={"help": "GLUE's diagnostic set, predicted by the model of MNLI."}
     )
     start_from_mnli: bool = field(
-        default=False, metadata={"help": "With --task_name all: RTE, MRPC and STS-B begin with the model of MNLI."}
+        default=False, metadata={"help": "With --task_name all: RTE, MRPC and STS-B start from the model of MNLI."}
     )
     max_length: int | None = field(default=128, metadata={"help": "Largest number of tokens of a row."})
 
@@ -68,13 +68,13 @@ class GlueArguments(TextClassificationArguments):
                 or self.dataset_name is not None
             ):
                 raise ValueError(
-                    f"--task_name {self.task_name} says what is read: leave out --dataset_name, --text_column_names, "
+                    f"--task_name {self.task_name} sets the data: leave out --dataset_name, --text_column_names, "
                     "--label_column_name, --do_regression and --multi_label."
                 )
         if self.task_name != "mnli" and any(self.files("mnli")[split] for split in _OF_MNLI):
             raise ValueError("Only MNLI has mismatched sets and a diagnostic set: --task_name mnli.")
         if self.data_dir is not None and self.task_name is None:
-            raise ValueError("--data_dir holds GLUE's tasks: give --task_name, too.")
+            raise ValueError("--data_dir is the folder of GLUE's tasks: give --task_name, too.")
         given = any(self.files("mnli").values())
         if given and (self.data_dir is not None or self.task_name == "all"):
             raise ValueError(

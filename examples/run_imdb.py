@@ -4,7 +4,7 @@
     python examples/run_imdb.py --model_name_or_path MODEL --truncation_strategy head_tail --output_dir outputs/imdb
 
 loads IMDB from the Hub and evaluates on its test set, as is usual; --train_file and --validation_file read files
-instead. Documents are truncated to the length that the model takes, or to --max_length.
+instead. Documents are truncated to the model's maximum length, or to --max_length.
 """
 
 from collections.abc import Sequence

@@ -3,10 +3,10 @@
 
     python examples/run_ner.py --model_name_or_path MODEL --train_file train.conll --validation_file dev.conll ...
 
-reads a word and its label a line, as CoNLL's and WNUT's files have them, or .jsonl rows with lists of words (tokens)
+reads one word and its label per line, as in CoNLL's and WNUT's files, or .jsonl rows with lists of words (tokens)
 and labels (ner_tags, or TASK_NAME_tags); --text_column_name and --label_column_name name other columns, and
 --dataset_name a data set of the Hub. Scores are those of seqeval: precision, recall and F1 of whole entities. A text
-of thousands of tokens is one row where the model takes it; one that is longer than --max_seq_length is divided
+of thousands of tokens is one row if the model accepts it; one that is longer than --max_seq_length is divided
 between words, and every word is predicted once.
 """
 

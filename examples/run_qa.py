@@ -3,10 +3,10 @@
 
     python examples/run_qa.py --model_name_or_path MODEL --train_file train-v1.1.json --validation_file dev.json ...
 
-reads SQuAD's own files, flat rows with question, context and answers, or by --dataset_name a data set of the Hub;
+reads SQuAD's own files, flat rows with question, context and answers, or with --dataset_name a data set of the Hub;
 --version_2_with_negative is for questions without an answer, as in SQuAD 2.0. A context of thousands of tokens is one
-row where the model takes it; one that is longer than --max_seq_length is read in windows that share --doc_stride
-tokens. Answers are written as SQuAD's scripts read them, the text by the id of the question.
+row if the model accepts it; one that is longer than --max_seq_length is read in windows that share --doc_stride
+tokens. Answers are written in the format of SQuAD's scripts: texts by the ids of the questions.
 """
 
 from collections.abc import Sequence

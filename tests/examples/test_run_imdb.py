@@ -62,7 +62,7 @@ def test_all_of_a_document_is_read_in_windows(checkpoint, filler, write_rows, tm
     windows = ["--truncation_strategy", "windows", "--doc_stride", "4", "--eval_strategy", "no"]
     results = run(checkpoint, tmp_path, *files, *windows)
     said = capsys.readouterr().out
-    assert "The train set: 8 of 128 documents are longer than 18 tokens; all of them make 144 windows, 1.1 a" in said
+    assert "The train set: 8 of 128 documents are longer than 18 tokens; all of them make 144 windows, 1.1 per" in said
     # Each prediction is that of the mean logits of three windows of 16 words, of which neighbours share 4.
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "output").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "output")

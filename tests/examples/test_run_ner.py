@@ -107,7 +107,7 @@ def test_conll_files_and_a_label_of_the_validation_set_alone(checkpoint, tmp_pat
     dev.write_bytes(gzip.compress(b"good\tB-x\nfilm\tI-z\n\nthe\tO\nbad\tB-y\n"))
     files = ["--train_file", str(train), "--validation_file", str(dev)]
     results = run(checkpoint, tmp_path, *files, "--max_train_steps", "1", "--return_entity_level_metrics")
-    assert "Labels of the validation set that the train set does not have, and that cannot be learned: I-z." in (
+    assert "Labels of the validation set that are not in the train set, and cannot be learned: I-z." in (
         capsys.readouterr().out
     )
     assert results["validation"]["z_f1"] == 0.0 and results["validation"]["accuracy"] < 1

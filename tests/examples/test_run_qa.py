@@ -155,7 +155,7 @@ LONG = ROW | {"question": "who was " * 30}
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([ROW, WRONG], "", "Row 2 of the train set: 'answers.answer_start' is 3, .* it stands at 4"),
+        ([ROW, WRONG], "", "Row 2 of the train set: 'answers.answer_start' is 3, .* it is at 4"),
         ([ROW, NONE], "", "Row 2 of the train set has no answer: give --version_2_with_negative"),
         ([ROW, LONG], "", "Row 2 of the train set: the question has 120 tokens.*--max_seq_length 64"),
         ([{"question": "who", "context": "a"}], "", "The train set has no column 'answers'"),

@@ -118,7 +118,7 @@ def test_a_causal_model_of_any_length(tmp_path):
         "A linear transformer (LinearTransformerForCausalLM) that continues texts.",
         "takes any number of tokens",
         'pipeline("text-generation"',
-        "single tokens far back",
+        "single distant tokens",
     ):
         assert part in card.text, part
     assert "are refused" not in card.text

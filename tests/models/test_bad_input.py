@@ -33,7 +33,7 @@ BAD_FIELDS = {
     "slots differ between heads that share": (
         LinformerConfig,
         {"projected_dim": [[8] * 11 + [4]], "num_hidden_layers": 1, "share_projection": "headwise"},
-        'share_projection="headwise": use share_projection="none"',
+        'share_projection="headwise" heads share a projection',
     ),
     "slots of heads are not for pooling": (
         LinformerConfig,
@@ -92,8 +92,8 @@ BAD_CALLS = {
     "too long": ({"input_ids": torch.full((1, 65), 5)}, "65 tokens.*max_position_embeddings=64"),
     "mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(1, 9)}, r"attention_mask.*\(1, 9\)"),
     "mask of another batch": ({"input_ids": IDS, "attention_mask": torch.ones(2, 10)}, r"attention_mask.*\(2, 10\)"),
-    "mask by pair": ({"input_ids": IDS, "attention_mask": torch.ones(1, 10, 10)}, "by pair of tokens"),
-    "causal mask": ({"input_ids": IDS, "attention_mask": torch.ones(1, 1, 10, 10)}, "by pair of tokens"),
+    "mask by pair": ({"input_ids": IDS, "attention_mask": torch.ones(1, 10, 10)}, "for pairs of tokens"),
+    "causal mask": ({"input_ids": IDS, "attention_mask": torch.ones(1, 1, 10, 10)}, "for pairs of tokens"),
     "added mask": ({"input_ids": IDS, "attention_mask": torch.zeros(1, 10) - 1e4}, "attention_mask must hold 1"),
     "both inputs": ({"input_ids": IDS, "inputs_embeds": torch.zeros(1, 10, 32)}, "input_ids or inputs_embeds"),
     "no input": ({}, "input_ids or inputs_embeds"),

@@ -65,7 +65,7 @@ def test_what_cannot_be_kept_apart_is_refused():
     with pytest.raises(ValueError, match=r"seq_idx has shape \(2, 7\)"):
         model(ids, seq_idx=ids[:, :7])
     for options in ({"use_cache": True}, {"output_attentions": True}):
-        with pytest.raises(ValueError, match="no cache and no map"):
+        with pytest.raises(ValueError, match="caches and attention maps do not fit"):
             model(ids, seq_idx=torch.zeros_like(ids), **options)
     with pytest.raises(Exception, match="a graph cannot do"):
         torch.compile(model, backend="eager", fullgraph=True)(ids, seq_idx=torch.zeros_like(ids))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with a word and its labels on each line, as CoNLL's shared tasks and WNUT give them."""
+"""Files with a word and its labels on each line, as in CoNLL's shared tasks and WNUT."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from datasets import Dataset, Features, List, Value
 
 from .files import check_files, decoded_lines, load_files, rows_of_files
 
-# Files that hold lists, and need no such format.
+# Files of rows with lists, which are not in this format.
 _WITH_LISTS = (".json", ".jsonl", ".parquet")
 
 
@@ -45,17 +45,17 @@ def load_conll_files(
     flag: str = "--train_file",
     cache_dir: str | os.PathLike | None = None,
 ) -> Dataset:
-    """Sentences, a row each, as a list of words and a list of labels.
+    """Sentences, one per row, as a list of words and a list of labels.
 
     Args:
         text_column, label_column: the names that the columns get.
         paths: `.json`, `.jsonl` or `.parquet` files that have these columns, for [`load_files`]; any other file, such
-            as `.conll`, `.txt` or `.tsv`, also as `.gz`, has a word a line, first in its line, with columns separated
-            by tabs or else by spaces. The last column is the label. An empty line or `-DOCSTART-` ends a sentence.
+            as `.conll`, `.txt` or `.tsv`, also as `.gz`, has one word per line, as the first of columns separated by
+            tabs or else by spaces. The last column is the label. An empty line or `-DOCSTART-` ends a sentence.
         flag, cache_dir: of [`load_files`].
 
     Raises:
-        FileNotFoundError, ValueError: as [`load_files`] does; with file and line where columns are missing.
+        FileNotFoundError, ValueError: as [`load_files`] does; with file and line if columns are missing.
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if any(name.removesuffix(".gz").lower().endswith(_WITH_LISTS) for name in names):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples for extractive question answering: where in a context the answer stands, and the way back to its text."""
+"""Examples for extractive question answering: positions of answers, and offsets to find their text again."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def answers_of(value: Any) -> list[tuple[str, int]]:
 
 
 def require_questions(dataset: Dataset, where: str) -> None:
-    """Raises a ValueError unless each row has a question and a context, and an id of its own if it has one at all."""
+    """Raises a ValueError unless each row has a question and a context, and ids, if there are any, all differ."""
     for column in ("question", "context"):
         require_column(dataset, column, where)
         if (dtype := getattr(dataset.features[column], "dtype", None)) not in ("string", "large_string"):
@@ -47,7 +47,7 @@ def require_questions(dataset: Dataset, where: str) -> None:
 
 
 def require_answers(dataset: Dataset, version_2: bool, where: str) -> None:
-    """Raises a ValueError, with row and field, unless every answer stands in its context where its row says."""
+    """Raises a ValueError, with row and field, unless every answer is in its context at the given place."""
     if "answers" not in dataset.column_names:
         columns = dataset.column_names
         raise ValueError(f"{where[0].upper()}{where[1:]} has no column 'answers'; its columns are {columns}.")
@@ -66,24 +66,24 @@ def require_answers(dataset: Dataset, version_2: bool, where: str) -> None:
         for text, start in answers:
             if not text or not text.strip():
                 raise ValueError(
-                    f"Row {number} of {where} has an empty answer in 'answers.text': leave the list empty where there "
+                    f"Row {number} of {where} has an empty answer in 'answers.text': leave the list empty if there "
                     "is no answer."
                 )
             found = row["context"][start : start + len(text)] if start >= 0 else ""
             if found != text:
                 place = row["context"].find(text)
-                hint = f"it stands at {place}" if place >= 0 else "it stands nowhere in the context"
+                hint = f"it is at {place}" if place >= 0 else "it is not in the context"
                 raise ValueError(
                     f"Row {number} of {where}: 'answers.answer_start' is {start}, where 'context' has {found[:60]!r} "
-                    f"and not the answer {text[:60]!r}; {hint}."
+                    f"instead of the answer {text[:60]!r}; {hint}."
                 )
 
 
 def token_span(starts: Sequence[int], ends: Sequence[int], start: int, end: int) -> tuple[int, int] | None:
-    """The first and the last token that hold any of the characters from `start` to before `end`; None if none does.
+    """The first and the last token with any of the characters from `start` up to but not including `end`, or None.
 
     Args:
-        starts, ends: the first character of each token, and that after its last, both ascending.
+        starts, ends: the first character of each token, and the one after its last, both ascending.
     """
     first, last = bisect_right(ends, start), bisect_left(starts, end) - 1
     return (first, last) if first <= last else None
@@ -109,11 +109,11 @@ def question_answering_dataset(
 ) -> Dataset:
     """Tokenized questions, each with its context, or with one window of a context that is too long.
 
-    The answer of a row is the first one of its question that lies in its window; where none does, it is [CLS].
+    The answer of a row is the first answer to its question that is in its window; if none is, it is [CLS].
 
     Args:
-        dataset: with the columns `question`, `context` and, `with_answers`, `answers`.
-        tokenizer: a fast one, which tells the characters of each token.
+        dataset: with the columns `question`, `context` and, for `with_answers`, `answers`.
+        tokenizer: a fast one, which returns the characters of each token.
         max_length: the longest row, special tokens included.
         with_answers: add the positions of answers.
         doc_stride: tokens that neighbouring windows share; the last one of a context may share more.
@@ -125,15 +125,15 @@ def question_answering_dataset(
     Returns:
         Columns `input_ids`, `token_type_ids`, `attention_mask`; `start_positions` and `end_positions`;
         `context_start`, the position of the first token of the context; `char_starts` and `char_ends`, for each token
-        of the context its first character and that after its last; `null_position`, that of [CLS]; `length`;
-        `index`, the number of the row; `document`, that of its question.
+        of the context its first character and the one after its last; `null_position`, the position of [CLS];
+        `length`; `index`, the number of the row; `document`, the number of its question.
 
     Raises:
         ValueError: if the tokenizer is not a fast one, or a question leaves no room for `doc_stride` and a new token.
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not tell where in a text a token stands: a fast tokenizer is needed, "
+            f"{type(tokenizer).__name__} does not tell where in a text a token is: a fast tokenizer is needed, "
             "one with a tokenizer.json (--tokenizer_name)."
         )
 
@@ -181,8 +181,8 @@ def _windows(
     if length > max_length and room <= overlap:
         raise _NoRoomError(
             f"the question has {sides.count(0)} tokens, which leaves {max(room, 0)} of --max_seq_length {max_length} "
-            f"for the context, of which windows share --doc_stride {overlap}: raise the first, lower the second, or "
-            "shorten the question."
+            f"for the context, but windows share --doc_stride {overlap}: raise --max_seq_length, lower --doc_stride, "
+            "or shorten the question."
         )
     starts, ends = [offsets[i][0] for i in context], [offsets[i][1] for i in context]
     spans = [span for answer in answers if (span := _span_of(answer, starts, ends)) is not None]

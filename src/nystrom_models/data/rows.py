@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for a model, made from those of a data set."""
+"""Rows for a model, built from those of a data set."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,16 +16,16 @@ def make_rows(
     desc: str,
     features: Features | None = None,
 ) -> Dataset:
-    """The rows that a function makes of the rows of a data set, and in the column `index` their numbers.
+    """The rows that a function builds from those of a data set, with their numbers in the column `index`.
 
     Args:
         dataset: its columns are removed.
-        build: the columns of new rows, any number of them, from a batch and the numbers of its rows.
+        build: returns the columns of any number of new rows, from a batch and the numbers of its rows.
         batch_size: the largest number of rows of a batch.
         num_proc: processes of `datasets.Dataset.map`.
         load_from_cache_file: whether its cached result is used.
         desc: label of the progress bar.
-        features: the new columns; needed if a batch may give no row.
+        features: the new columns; needed if a batch may result in no row.
     """
     rows = dataset.map(
         build,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of questions as SQuAD gives them, and as flat rows."""
+"""Files of questions in SQuAD's format, and as flat rows."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _FEATURES = Features(
 
 
 def _is_nested(path: str) -> bool:
-    """Whether a file is one JSON object, over one line or many, and no object a line."""
+    """Whether a file is one JSON object, on one line or many, and not one object per line."""
     if file_ending(path) != ".json":
         return False
     lines = (line for line in decoded_lines(path) if line.strip())
@@ -86,15 +86,15 @@ def load_squad_files(
     flag: str = "--train_file",
     cache_dir: str | os.PathLike | None = None,
 ) -> Dataset:
-    """Questions, a row each, with the columns `id`, `title`, `context`, `question` and `answers`.
+    """Questions, one per row, with the columns `id`, `title`, `context`, `question` and `answers`.
 
     Args:
         paths: SQuAD's own `.json` files, of version 1.1 or 2.0: an object whose `data` hold `paragraphs` with `qas`;
-            an object whose `data` are flat rows; or what [`load_files`] reads, with these columns.
+            an object whose `data` are flat rows; or the files of [`load_files`], with these columns.
         flag, cache_dir: of [`load_files`].
 
     Raises:
-        FileNotFoundError, ValueError: as [`load_files`] does, and with the place in the file where a field is missing.
+        FileNotFoundError, ValueError: as [`load_files`] does; with the place in the file if a field is missing.
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     check_files(names, flag)

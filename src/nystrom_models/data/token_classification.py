@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples for token classification: a label for each word, put on its first token."""
+"""Examples for token classification: a label for each word, assigned to its first token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .classification import require_column
 from .rows import make_rows
 from .windows import owners, word_windows
 
-# Of a token without a label.
+# The label of a token without one.
 IGNORED = -100
 
 
@@ -24,7 +24,7 @@ class TokenTask:
     text_column: str = "tokens"
     label_column: str = "ner_tags"
     label_names: tuple[str, ...] | None = None  # in the order of their ids; None: found in the data
-    label_all_tokens: bool = False  # all tokens of a word get its label, not the first one alone
+    label_all_tokens: bool = False  # all tokens of a word get its label, not only the first one
     best_metric: str = "f1"
 
 
@@ -96,7 +96,7 @@ def tag_names(dataset: Dataset, column: str, where: str) -> list[str]:
 
 
 def inside(names: Sequence[str]) -> list[int]:
-    """For each label the one of the further tokens of a word: I-x for B-x, where there is one."""
+    """For each label, the label of a word's further tokens: I-x for B-x, if there is an I-x."""
     ids = {name: i for i, name in enumerate(names)}
     return [ids.get(f"I-{name[2:]}", i) if name.startswith("B-") else i for i, name in enumerate(names)]
 
@@ -120,8 +120,8 @@ def token_classification_dataset(
     the tokens that fit.
 
     Args:
-        dataset: with a column of lists of words and, if `label_names` are given, one of lists of labels.
-        tokenizer: a fast one, which tells the word of each token.
+        dataset: with a column of lists of words and, if `label_names` is given, one of lists of labels.
+        tokenizer: a fast one, which returns the word of each token.
         max_length: the longest row, special tokens included.
         task: names the columns.
         label_names: the classes in the order of their ids; None leaves labels out.
@@ -133,9 +133,9 @@ def token_classification_dataset(
 
     Returns:
         Columns `input_ids`, `token_type_ids`, `attention_mask`; `labels`, -100 where a token has none; `words`, for
-        each token the number of the word that it is the first token of and that belongs to this row, else -1;
-        `length`; `index`, the number of the row; `document`, the number of its text; `shortened`, how many of its
-        words are longer than a row. A text without tokens has no row.
+        the first token of each word that belongs to this row the number of this word, else -1; `length`; `index`, the
+        number of the row; `document`, the number of its text; `shortened`, the number of its words that are longer
+        than a row. A text without tokens has no row.
 
     Raises:
         ValueError: if the tokenizer is not a fast one, a row is too short for a token or for `doc_stride`, columns
@@ -210,7 +210,7 @@ def _rows(
     body = [i for i, word in enumerate(word_of) if word is not None]
     if not body:
         return []
-    tokens: dict[int, list[int]] = {}  # positions by word, without words that are no token
+    tokens: dict[int, list[int]] = {}  # positions by word, without words that have no token
     for i in body:
         tokens.setdefault(word_of[i], []).append(i)  # type: ignore[arg-type]
     shortened = {word for word, places in tokens.items() if len(places) > room}

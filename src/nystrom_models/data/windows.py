@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a text that is longer than a row is divided."""
+"""Division of texts that are longer than a row."""
 
 from collections.abc import Sequence
 
 
 def window_starts(length: int, size: int, overlap: int = 0) -> list[int]:
-    """First positions of windows over `length` tokens. Each has `size` tokens, or all if there are fewer.
+    """First positions of windows over `length` tokens. Each has `size` tokens, or all tokens if there are fewer.
 
     Args:
         length: number of tokens.
@@ -50,7 +50,7 @@ def word_windows(sizes: Sequence[int], size: int, overlap: int = 0) -> list[tupl
                 used += sizes[begin]
             return [*windows, (begin, end)]
         windows.append((begin, end))
-        # Go back by whole words that are shared, as far as the next word still fits.
+        # Go back by whole shared words, as long as the next word still fits.
         begin, shared = end, 0
         while (
             begin > windows[-1][0] + 1
@@ -63,7 +63,7 @@ def word_windows(sizes: Sequence[int], size: int, overlap: int = 0) -> list[tupl
 
 def owners(sizes: Sequence[int], windows: Sequence[tuple[int, int]]) -> list[int]:
     """For each word the window in which it has the most context, as in BERT's SQuAD script: the window whose nearer
-    end is farthest from the word; the first one if several are equal.
+    end is farthest from the word; of equal ones the first.
 
     Args:
         sizes: the number of tokens of each word.

@@ -30,7 +30,7 @@ from .cpu_blocks import BLOCK_TOKENS
 from .token_layout import take_tokens
 
 EPSILON = 1e-6
-# Tokens whose scores are computed at once: about as many as a head has features, so that scores and states cost alike.
+# Tokens of a chunk: about the number of features of a head, so that scores and states cost about the same.
 CHUNK_TOKENS = 64
 
 
@@ -64,7 +64,7 @@ def hedgehog_features(states: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_attention_reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`linear_attention` by the N×N weights φ(q_i)·φ(k_j) (eq. 4)."""
+    """`linear_attention` computed with the N×N weights φ(q_i)·φ(k_j) (eq. 4)."""
     weights = _weights(query, key, mask)
     context = weights @ _precise(value) / (weights.sum(dim=-1, keepdim=True) + EPSILON)
     return context.to(value.dtype)
@@ -73,7 +73,7 @@ def linear_attention_reference(query: Tensor, key: Tensor, value: Tensor, mask: 
 def causal_linear_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`causal_linear_attention` by the N×N weights φ(q_i)·φ(k_j), j <= i (eq. 8)."""
+    """`causal_linear_attention` computed with the N×N weights φ(q_i)·φ(k_j), j <= i (eq. 8)."""
     weights = _weights(query, key, mask).tril()
     values = _with_ones(_precise(value))
     sums = weights @ values
@@ -104,7 +104,7 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
     Args:
         query, key: (B, H, N, F), φ(q) and φ(k), not negative. value: (B, H, N, D). mask: (B, N) bool, None for all
-            valid. Keys and values may be others than the tokens, K instead of N.
+            valid. The number of keys and values, K, may differ from N.
 
     Returns: (B, H, N, D) in the values' dtype.
     """
@@ -118,15 +118,15 @@ def causal_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Every token attends to the valid tokens up to itself (eq. 9 to 12).
 
-    Chunk by chunk: scores within a chunk, the state of all chunks before. Nothing is stored for each token but inputs
-    and outputs; the backward pass computes the scores again.
+    Computed in chunks: by scores within a chunk, and by the state of all earlier chunks. Only inputs and outputs are
+    stored for each token; the backward pass recomputes the scores.
 
     Args:
         query, key: (B, H, N, F), φ(q) and φ(k), not negative. value: (B, H, N, D). mask: (B, N) bool, None for all
             valid.
-        state: (B, H, F, D + 1) in float32 at least, of the tokens before; None if there are none.
+        state: (B, H, F, D + 1) in float32 at least, of the earlier tokens; None if there are none.
 
-    Returns: (B, H, N, D) in the values' dtype; the state after these tokens, to go on with.
+    Returns: (B, H, N, D) in the values' dtype; the state after these tokens, to continue with.
     """
     key = _valid(key, mask)
     with maybe_autocast(device_type=query.device.type, enabled=False):
@@ -145,7 +145,7 @@ def linear_attention_map(
 
     Args:
         query, key, mask: as for `linear_attention`. causal: whether a token attends only to tokens up to itself.
-        rows: (R,) or (B, R) int64, the tokens whose rows are wanted; None for all.
+        rows: (R,) or (B, R) int64, the tokens whose rows are returned; None for all.
 
     Returns: (B, H, N or R, N); each row sums to one, up to `EPSILON`.
     """
@@ -205,10 +205,10 @@ class _CausalProduct(torch.autograd.Function):
 def _causal_product(
     left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """`causal_product`; with `backwards` over j >= i, where the state is that of the later tokens."""
+    """`causal_product`; with `backwards`, the sum is over j >= i, and the state is that of the later tokens."""
     if left.device.type != "cpu" or is_tracing(left):
         return _product_by_chunks(left, right, values, state, backwards)
-    # Blocks stay in the caches, and intermediate results need the memory of only one block.
+    # Blocks stay in the CPU's caches, and intermediate results need the memory of only one block.
     out = state.new_empty(*left.shape[:3], values.shape[3])
     starts = range(0, left.shape[2], BLOCK_TOKENS)
     for start in reversed(starts) if backwards else starts:
@@ -238,7 +238,7 @@ def _product_by_chunks(
 def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """(B, H, N, E) -> (B, H, N / C, C, E), the last chunk filled with zeros."""
     length = states.shape[2]
-    # In a graph one or two chunks more: otherwise the graph would be valid only for lengths beyond a chunk.
+    # A graph has one or two extra chunks: otherwise it would be valid only for lengths above one chunk.
     count = length // size + 2 if is_tracing(states) else -(-length // size)
     states = F.pad(states, (0, 0, 0, count * size - length)).to(dtype)
     # As `unflatten`, but without a condition on the length in the graph.

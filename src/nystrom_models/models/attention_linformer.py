@@ -4,7 +4,7 @@
 Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity", arXiv:2006.04768.
 
 Legend: B batch, H heads, N tokens, L valid tokens of a row, K slots (the paper's k), D head size, P the longest
-sequence a projection is made for, S tokens of a slot, R chosen rows. A mask is (B, N), bool, True at valid tokens. The
+sequence of a projection, S tokens of a slot, R chosen rows. A mask is (B, N), bool, True at valid tokens. The
 token of rank r among the valid ones uses column r of a projection, wherever it lies.
 
 For each row of the batch and each head (eq. 7 of the paper):
@@ -82,7 +82,7 @@ def project(
     """E k for each row: tokens (B, H, N, D) -> slots (B, H, K', D), or (B, N, C) -> (B, K', C).
 
     Args:
-        states: by rank, zero after the L valid tokens of a row.
+        states: tokens in the order of their ranks, zero after the L valid tokens of a row.
         projection: for "linear" (K, P), P >= N, or (H, K, P) with one for each head; for "conv" the taps, (S,) or
             (H, S); None for pooling.
         projection_type: "linear", "mean_pool", "max_pool" or "conv".
@@ -107,7 +107,7 @@ def project(
 def slot_counts(length: int, lengths: Tensor | None, kernel_size: int, like: Tensor) -> Tensor:
     """(B, K') int64, or (1, K') if all rows are full: valid tokens in each slot of rows of `length` tokens.
 
-    like: a tensor on the device, of the graph, for which it is computed.
+    like: a tensor that gives the device, and the graph while one is recorded.
     """
     start = torch.arange(_num_slots(length, kernel_size, like), device=like.device) * kernel_size
     ends = torch.full((1, 1), length, device=like.device) if lengths is None else lengths[:, None]
@@ -117,13 +117,13 @@ def slot_counts(length: int, lengths: Tensor | None, kernel_size: int, like: Ten
 def _columns(projection: Tensor, length: int) -> Tensor:
     """The first columns of E (..., K, P): (..., K, N)."""
     if is_tracing(projection):
-        # A copy: a view of the whole matrix and of a part of it would make different graphs.
+        # A copy, because views of the whole matrix and of a part of it would give different graphs.
         return projection.index_select(-1, torch.arange(length, device=projection.device))
     return projection[..., :length]
 
 
 def _num_slots(length: int, kernel_size: int, like: Tensor) -> int:
-    """ceil(N / S), or more, but at least 2 in a graph, which would otherwise hold only for lengths beyond S."""
+    """ceil(N / S); in a graph more, and at least 2: otherwise it would be valid only for lengths above S."""
     return length // kernel_size + 2 if is_tracing(like) else -(-length // kernel_size)
 
 
@@ -146,8 +146,8 @@ def projection_matrix(
 ) -> Tensor:
     """F as a matrix (1 or B, 1 or H, K', N) that acts on the tokens, for attention maps.
 
-    A maximum is no matrix: there, the weight of a token in a slot is the share of channels in which it is the maximum.
-    For that alone, the values of the states (B, H, N, D) enter. The other arguments: see `project`.
+    A maximum is not linear: for "max_pool", the weight of a token in a slot is the share of channels in which it is
+    the maximum. Only this case reads the values of the states (B, H, N, D). The other arguments: see `project`.
     """
     length = states.shape[-2]
     if projection_type == "linear":
@@ -189,8 +189,8 @@ def linformer_attention(
 ) -> Tensor:
     """Linformer attention in O(N K) time and O(N) memory.
 
-    Where a projection is shared by the heads, a model may apply it before it makes keys and values, E (X W) = (E X) W,
-    so that K rows go through W instead of N: then use `project` and `attend`.
+    If the heads share a projection, a model may apply it before the linear layers of keys and values, because
+    E (X W) = (E X) W, and W then multiplies K rows instead of N: use `project` and `attend` for this.
 
     Args:
         query, key, value: (B, H, N, D). Keys and values are projected as they are; a bias that should be added after
@@ -198,10 +198,10 @@ def linformer_attention(
         mask: (B, N) bool, True at valid tokens, wherever they lie; None for all valid.
         key_projection, value_projection, projection_type, kernel_size: E and F, see `project`.
         dropout_p: probability of dropping an attention weight.
-        skip: (B, H, N, D), which is added. On a CPU without gradients the result is written over it.
-        attend: what computes the softmax attention.
+        skip: (B, H, N, D), added to the result. On a CPU without gradients it is overwritten by the result.
+        attend: the function that computes the softmax attention.
 
-    Returns: (B, H, N, D). Values at invalid tokens are finite and mean nothing.
+    Returns: (B, H, N, D). Values at invalid tokens are finite, but meaningless.
     """
     (key, value), lengths = _by_rank((key, value), mask)
     keys = project(key, key_projection, projection_type, kernel_size, lengths)
@@ -222,15 +222,15 @@ def linformer_attention_map(
     dropout_p: float = 0.0,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The matrix softmax(q K'ᵀ / √D) F that carries the values of the tokens to the output.
+    """The matrix softmax(q K'ᵀ / √D) F that maps the values of the tokens to the output.
 
     Args:
-        rows: (R,) or (B, R) int64, the queries whose rows are wanted; None for all N.
+        rows: (R,) or (B, R) int64, the queries whose rows are returned; None for all N.
         The others: see `linformer_attention`.
 
-    Returns: (B, H, R, N), zero in the columns of invalid tokens. Its rows need not sum to 1: those of F do not. For
-    "max_pool", F holds the share of channels in which a token is its slot's maximum. Memory is linear in N where rows
-    are given.
+    Returns: (B, H, R, N), zero in the columns of invalid tokens. Like those of F, its rows need not sum to
+    one. For "max_pool", F holds the share of channels in which a token is its slot's maximum. Memory is linear in N if
+    rows are given.
     """
     (key, value), lengths = _by_rank((key, value), mask)
     keys = project(key, key_projection, projection_type, kernel_size, lengths)
@@ -260,7 +260,7 @@ def slots_map(
 
 
 def slot_mask(states: Tensor, projection_type: str, kernel_size: int | None, lengths: Tensor | None) -> Tensor | None:
-    """(1 or B, K') bool, True at slots that hold a valid token, where there may be others; states (..., N, D)."""
+    """(1 or B, K') bool, True at slots with a valid token; None if all slots have one. states: (..., N, D)."""
     if projection_type == "linear" or (lengths is None and not is_tracing(states)):
         return None
     return slot_counts(states.shape[-2], lengths, kernel_size, states) > 0

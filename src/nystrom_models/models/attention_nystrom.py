@@ -15,12 +15,12 @@ For each row of the batch and each head (equation numbers of the paper):
     B = softmax(q~ kᵀ / √D)                             m×N, over valid keys
     out = F A⁺ (B V) + skip                             (eq. 17; the skip is the convolution of figure 4)
 
-The i-th landmark of a row with L <= M tokens is its i-th token. There A⁺ B is a selection of the row's own tokens, F
-is the exact attention, and so is the result.
+The i-th landmark of a row with L <= M tokens is its i-th token. Then A⁺ B selects the row's own tokens, F is the exact
+attention, and so is the result.
 
-In cross-attention the landmarks q~ are means of segments of the queries, and k~ of the keys, each by their own number.
-With at most M keys, A⁺ B is the selection again. With at most M queries, F is A, and A A⁺ B = B is the exact
-attention. In either case exact attention is linear in the other length, and it is what is computed.
+In cross-attention the landmarks q~ are means of segments of the queries, and k~ of the keys; their numbers may differ.
+With at most M keys, A⁺ B selects the keys. With at most M queries, F is A, and A A⁺ B = B is the exact attention. In
+both cases exact attention is linear in the other length, and is computed directly.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_h
 
 
 def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
-    """The queries (..., D) with which attention by 1 / √D gives that by another factor; None for 1 / √D."""
+    """Queries (..., D), rescaled so that attention with 1 / √D gives attention with `scaling` (None for 1 / √D)."""
     factor = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5
     return query if abs(factor - 1) <= 1e-6 else query * factor
 
@@ -44,7 +44,7 @@ def scaled_query(query: Tensor, scaling: float | None) -> Tensor:
 def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
     """Moore-Penrose inverse by the cubic iteration of eq. 14 (lemma 1, after Razavi et al. 2014).
 
-    Z <- Z/4 (13 I - A Z (15 I - A Z (7 I - A Z))), from Z = Aᵀ / (‖A‖₁ ‖A‖∞) of each matrix by itself.
+    Z <- Z/4 (13 I - A Z (15 I - A Z (7 I - A Z))), starting from Z = Aᵀ / (‖A‖₁ ‖A‖∞) for each matrix.
 
     Args:
         matrix: (..., m, m) float32 or float64. A zero row and column stays zero, so matrices may be padded.
@@ -69,7 +69,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
 def segment_sizes(length: int, num_landmarks: int) -> list[int]:
     """Tokens of each of the m = min(M, L) segments.
 
-    With s = L // m, the first (s + 1) m - L segments hold s, the others s + 1, as in the authors' code.
+    With s = L // m, the first (s + 1) m - L segments have s, the others s + 1, as in the authors' code.
     """
     count = min(num_landmarks, length)
     if count == 0:
@@ -144,7 +144,7 @@ class Segments(NamedTuple):
     """The segments of a ragged batch, whose means are the landmarks. They depend only on the mask and M.
 
     positions: (B, M, S) int64, of a segment's tokens. inside: (B, M, S) bool, False beyond its last token.
-    size: (B, M) int64, its tokens, at least 1. exists: (B, M) bool, True for the m landmarks of a row.
+    size: (B, M) int64, the number of its tokens, at least 1. exists: (B, M) bool, True for the m landmarks of a row.
     exact: (B,) bool, True where L <= M.
     """
 
@@ -217,7 +217,7 @@ def _landmark_pinv(
 ) -> Tensor:
     """A⁺ (..., m, m) of A = softmax(q~ k~ᵀ / √D), in float32 or float64; zero for landmarks that do not exist.
 
-    query_exists: (B, M) bool, in cross-attention, where other landmarks of queries than of keys may exist.
+    query_exists: (B, M) bool, for cross-attention, where queries and keys may have different numbers of landmarks.
     """
     dtype = torch.promote_types(query_landmarks.dtype, torch.float32)
     # In half precision the iterations would lose the small singular values, so autocast is switched off.
@@ -237,7 +237,7 @@ class Landmarks(NamedTuple):
 
     query, key: (B, H, M, D), q~ and k~; zero where a landmark does not exist.
     pinv: (B, H, M, M), A⁺, in float32 or float64.
-    segments: the segments they are means of; None if all rows are full and have more than M tokens.
+    segments: the segments whose means they are; None if all rows are full and have more than M tokens.
     """
 
     query: Tensor
@@ -251,10 +251,10 @@ def _landmarks_of(
 ) -> tuple[Tensor, Segments | None]:
     """Landmarks (B, H, M, D) of states (B, H, N, D), and their segments; None where all rows have more than M.
 
-    segments: those of the mask, if they are known. Without a mask they count only while a graph is recorded.
+    segments: those of the mask, if they are known. Without a mask they are used only while a graph is recorded.
     """
     if mask is None and is_tracing(states):
-        # The graph must hold for lengths on both sides of M.
+        # The graph must be valid for lengths below and above M.
         mask = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool, device=states.device)
     if mask is None:
         return _unpadded_means(states, num_landmarks), None
@@ -308,7 +308,7 @@ def nystrom_attention(
         segments: `landmark_segments(mask, num_landmarks)`, if it is computed once for many layers.
         attend: the function that computes each of the two softmax attentions.
 
-    Returns: (B, H, N, D). Values at invalid tokens are finite and mean nothing.
+    Returns: (B, H, N, D). Values at invalid tokens are finite, but meaningless.
     """
     if _is_exact(query, num_landmarks):
         return attend(query, key, value, mask, dropout_p, skip)
@@ -342,10 +342,10 @@ def nystrom_attention_map(
     """The attention matrix F A⁺ B (eq. 15) that Nyström attention applies, for inspection and tests.
 
     Args:
-        rows: (R,) or (B, R) int64, the queries whose rows are wanted; None for all N.
+        rows: (R,) or (B, R) int64, the queries whose rows are returned; None for all N.
         The others: see `nystrom_attention`.
 
-    Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N where rows are given.
+    Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N if rows are given.
     """
     if _is_exact(query, num_landmarks):
         weights = softmax_attention_map(query, key, mask, rows=rows)
@@ -401,13 +401,13 @@ def nystrom_cross_attention(
     """Nyström attention of queries to the keys of another sequence, in O((N + K) M) time and O(N + K) memory.
 
     Args:
-        query: (B, H, N, D). All of them are tokens: which are padding, only the caller knows.
+        query: (B, H, N, D). All of them count as tokens: only the caller knows which are padding.
         key, value: (B, H, K, D).
         key_mask: (B, K) bool, True at valid keys, wherever they lie; None for all valid.
         num_landmarks: M. Rows of at most M queries or at most M valid keys get exact attention. None: exact for all.
         The others: see `nystrom_attention`.
 
-    Returns: (B, H, N, D). A row without a valid key is finite and means nothing.
+    Returns: (B, H, N, D). A row without a valid key is finite, but meaningless.
     """
     if num_landmarks is None or (not is_tracing(query) and min(query.shape[2], key.shape[2]) <= num_landmarks):
         return attend(query, key, value, key_mask, dropout_p)
@@ -425,7 +425,7 @@ def nystrom_cross_attention(
     context = attend(query, key_landmarks, landmark_values, exists, dropout_p)
     if query_segments is None:
         return context
-    # In a graph: where every query is its own landmark, what the landmarks see is the result.
+    # In a graph: where every query is its own landmark, the result is the attention of the landmarks.
     if dropout_p > 0:
         seen = attend(query_landmarks, key, value, key_mask, dropout_p)
     landmark = torch.arange(query.shape[2], device=query.device).clamp_max(num_landmarks - 1)
@@ -441,7 +441,7 @@ def nystrom_cross_attention_map(
     pinv_iterations: int = 6,
 ) -> Tensor:
     """The matrix F A⁺ B (B, H, N, K) that `nystrom_cross_attention` applies, zero at invalid keys."""
-    # What a linear map does to the identity is its matrix.
+    # A linear map applied to the identity gives its matrix.
     identity = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:3], -1)
     attention_map = nystrom_cross_attention(
         query, key, identity, key_mask, num_landmarks=num_landmarks, pinv_iterations=pinv_iterations

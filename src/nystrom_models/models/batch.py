@@ -32,7 +32,7 @@ def depends_on_values(tensor: Tensor) -> bool:
 class AttentionMaps:
     """The attention maps that a call asks for.
 
-    rows: (R,) or (B, R) int64, the tokens whose rows are wanted, by rank; None for all.
+    rows: (R,) or (B, R) int64, the tokens whose rows are returned, by rank; None for all.
     collected: the map of each layer, (B, H, R or N, N).
     """
 
@@ -42,7 +42,7 @@ class AttentionMaps:
 
 @dataclass
 class Batch:
-    """Which tokens a batch holds. The model builds it once a call, and every layer reads it.
+    """Which tokens a batch holds. The model builds it once per call, and every layer reads it.
 
     For attention, states are in rows (B, W, C). In each row the valid tokens come first, in their order, and padding
     follows: so everything that a family computes along the tokens depends on their ranks. Elsewhere in the layers,
@@ -60,7 +60,7 @@ class Batch:
     positions: (1 or B, ...) int64, the rank of each token in the layout of the states, plus the number of tokens that
         a cache has seen.
     plan: what the family computes once for all layers.
-    maps: the attention maps that are asked for.
+    maps: the attention maps that the call asks for.
     cache: the cache of a causal family.
     """
 
@@ -126,8 +126,8 @@ class Batch:
     def record(self, attention_map: Tensor) -> Tensor:
         """Stores a layer's map (B, H, R or N, N), whose rows and columns are tokens by rank, for the output.
 
-        In the output, tokens are at the places as given, and entries of padding are zero. Returns that map, by rank
-        again: a layer that computes its result from it lets gradients reach the map in the output.
+        In the output, tokens are at the places as given, and entries of padding are zero. Returns the same map by
+        rank: if a layer computes its result from it, gradients reach the map in the output.
         """
         whole = self.maps.rows is None
         if self.ranks is not None:
@@ -232,7 +232,7 @@ def _lay_out(mask: Tensor | None, shape: tuple[int, int], device: torch.device, 
 
 
 def first_of_document(documents: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, N) bool: valid tokens that begin a document: the valid token before them in the row is of another."""
+    """(B, N) bool: valid tokens that begin a document, because the valid token before them in the row is not of it."""
     length = documents.shape[1]
     before = torch.arange(-1, length - 1, device=documents.device).expand_as(documents)
     if mask is not None:
@@ -244,7 +244,7 @@ def first_of_document(documents: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _by_document(mask: Tensor | None, documents: Tensor) -> Batch:
-    """A row for each document, of its valid tokens; states packed."""
+    """One row for each document, with its valid tokens; packed states."""
     shape = (documents.shape[0], documents.shape[1])
     first = first_of_document(documents, mask).flatten()
     if mask is None:

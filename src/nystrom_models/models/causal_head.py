@@ -75,17 +75,18 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         Args:
             labels: (B, N) int64, the tokens themselves: each is predicted from the valid token before it. -100 for
                 tokens that are not predicted; padding never is.
-            use_cache: whether to return the states to go on from; `config.use_cache` if None, but not while training.
-            logits_to_keep: compute the logits of the last tokens only, this many; or of the tokens at these positions,
-                (K,) int64. 0: of all tokens.
+            use_cache: whether to return the states to continue from; `config.use_cache` if None, but not while
+                training.
+            logits_to_keep: the number of last tokens to compute the logits of, or the positions of the tokens, (K,)
+                int64. 0: all tokens.
             shift_labels: (B, N) int64, instead of labels: for each token the label that it predicts. For sequence
                 parallelism, where the next token may be on another device.
             seq_idx: (B, N) int64, for rows packed with several documents, see the base model; the first token of a
                 document is then not predicted.
-            num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
+            num_items_in_batch: divisor of the sum of the loss; if None, the number of labels that count in this batch.
             The others: see the base model.
 
-        Returns: loss, logits (B, N or K, V), past_key_values and what the base model gives on request.
+        Returns: loss, logits (B, N or K, V), past_key_values and, on request, the base model's other outputs.
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and seq_idx is None
@@ -151,8 +152,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in Transformers, but only the mask of this call's tokens is passed on: the states hold all that matters
-        of earlier tokens. So nothing grows with the sequence."""
+        """As in Transformers, but only the mask of this call's tokens is passed on: the states stand for all earlier
+        tokens, so that nothing grows with the sequence."""
         # GenerationMixin types its methods for a class of its own.
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
 
         Transformers' own method would ask the cache for its length, which only a cache of keys has.
 
-        Raises ValueError for a prompt that does not continue where the cache has ended.
+        Raises ValueError for a prompt that does not continue where the cache ends.
         """
         embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
         given = (input_ids if embeds is None else embeds).shape[1]
@@ -217,15 +218,16 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         if length == seen + given:
             return 0
         raise ValueError(
-            f"past_key_values has seen {seen} tokens, and {given} are given: give these {seen} and the new ones, or "
-            f"the new ones alone with an attention_mask of {seen} and these tokens."
+            f"past_key_values has seen {seen} tokens, but the call has {given}: give these {seen} and the new ones, "
+            f"or only the new ones, with an attention_mask over the {seen} and the new ones."
         )
 
 
 def next_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
     """For each valid token the label of the next valid token, (B, N); -100 elsewhere.
 
-    labels: (B, N) int64. attention_mask: (B, N) or longer, of which the last N columns count; not 0 at valid tokens.
+    labels: (B, N) int64. attention_mask: (B, N) or longer, of which the last N columns are used; nonzero at valid
+        tokens.
     """
     if attention_mask is None:
         return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configurations of all families share: fields under Transformers' names, and their validation."""
+"""The shared part of all families' configurations: fields under Transformers' names, and their validation."""
 
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ POOLINGS = ("first", "mean", "last")
 @strict
 class BaseConfig(PreTrainedConfig):
     r"""
-    Fields of every family, and what a family states about itself:
+    The fields of every family. A family also defines:
 
     - `first_position`: the position id of a row's first token.
     - `may_be_causal`: whether the family's attention can be causal (`is_decoder=True`).
@@ -22,14 +22,14 @@ class BaseConfig(PreTrainedConfig):
         vocab_size (`int`, defaults to 30000): number of tokens.
         hidden_size (`int`, defaults to 768): width of the hidden states; a multiple of `num_attention_heads`.
         embedding_size (`int`, *optional*): width of the embeddings of words, positions and token types, whose sum a
-            linear layer brings to `hidden_size`, as in ALBERT and ELECTRA; `inputs_embeds` then have this width. If
+            linear layer projects to `hidden_size`, as in ALBERT and ELECTRA; `inputs_embeds` then have this width. If
             `None`, they are as wide as the hidden states, and there is no such layer.
         num_hidden_layers (`int`, defaults to 12): number of layers.
         num_attention_heads (`int`, defaults to 12): number of heads.
         intermediate_size (`int`, defaults to 3072): width of the feed-forward layer.
         hidden_act (`str`, defaults to `"gelu_new"`): activation of the feed-forward layer and the heads.
         hidden_dropout_prob (`float`, defaults to 0.1): dropout of embeddings, sub-layer outputs and heads.
-        attention_probs_dropout_prob (`float`, defaults to 0.1): dropout of the weights a token attends with.
+        attention_probs_dropout_prob (`float`, defaults to 0.1): dropout of the attention weights.
         max_position_embeddings (`int`, defaults to 512): the longest sequence, in tokens.
         type_vocab_size (`int`, defaults to 2): number of token types (segments).
         initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights.
@@ -37,17 +37,17 @@ class BaseConfig(PreTrainedConfig):
         layer_norm_position (`str`, defaults to `"post"`): `"post"` normalises after each sub-layer and its residual,
             as in BERT; `"pre"` normalises the input of each sub-layer, and the output of the last layer (Xiong et al.
             2020, arXiv:2002.04745).
-        unpad_inputs (`bool`, defaults to `True`): compute the valid tokens of padded batches alone, where there is
-            enough padding for it to pay. Hidden states inside the encoder are then (1, number of valid tokens,
-            hidden_size), which hooks on its layers see. With `False` they are always (batch, length, hidden_size),
-            with the valid tokens first in each row. What the model returns is the same.
+        unpad_inputs (`bool`, defaults to `True`): compute only the valid tokens of padded batches, if there is enough
+            padding to save time. Inside the encoder, and for hooks on its layers, hidden states are then (1, number of
+            valid tokens, hidden_size). With `False` they are always (batch, length, hidden_size), with the valid
+            tokens first in each row. The model's outputs are the same.
         classifier_dropout (`float`, *optional*): dropout of the classification heads; `hidden_dropout_prob` if `None`.
         classifier_activation (`str`, *optional*): activation in the heads that classify sequences and choices; if
             `None`, `hidden_act` for sequences and `"relu"` for choices, as in Transformers' own Nyströmformer.
-        classifier_pooling (`str`, defaults to `"first"`): what sequences are classified by: the state of their
+        classifier_pooling (`str`, defaults to `"first"`): the state by which a sequence is classified: that of its
             `"first"` or `"last"` valid token, or the `"mean"` of all valid tokens.
-        dual_encoder (`bool`, defaults to `False`): sequences are classified in pairs: the encoder reads the two apart,
-            each as a row of its own, (batch, 2, length), and the head classifies their pooled states a and b by
+        dual_encoder (`bool`, defaults to `False`): sequences are classified in pairs: the encoder reads the two
+            separately, as rows of (batch, 2, length), and the head classifies their pooled states a and b by
             [a, b, a * b, a - b], as in the Long Range Arena's Retrieval (Tay et al. 2021, arXiv:2011.04006).
         sparse_prediction (`bool`, defaults to `False`): with labels, compute the masked-language-modelling logits only
             where a label is not `sparse_pred_ignore_index`: logits are then (number of labels, vocab_size).
@@ -57,9 +57,9 @@ class BaseConfig(PreTrainedConfig):
 
     first_position: ClassVar[int] = 0
     may_be_causal: ClassVar[bool] = False
-    # Of a cache's layers, for causal families: as many as `recurrent_cache.State` names.
+    # For a cache's layers in causal families: the number of members of `recurrent_cache.State`.
     number_of_conv_states: ClassVar[int] = 3
-    # The losses that ForPreTraining reports beside its logits are no predictions.
+    # The losses that ForPreTraining returns with its logits are not predictions.
     keys_to_ignore_at_inference = ["past_key_values", "mlm_loss", "sop_loss"]
 
     vocab_size: int = 30000
@@ -92,7 +92,7 @@ class BaseConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        # As `strict` does after this, but it wraps the error in one of its own.
+        # `strict` also validates, after this, but wraps the error in one of its own.
         self.validate_architecture()
 
     @property
@@ -102,7 +102,7 @@ class BaseConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """What Transformers makes the layers of a cache by, for causal families."""
+        """The names by which Transformers creates the layers of a cache, for causal families."""
         return ["linear_attention"] * self.num_hidden_layers
 
     @property
@@ -159,8 +159,8 @@ class BaseConfig(PreTrainedConfig):
             )
         if self.is_decoder and self.classifier_pooling == "first":
             raise ValueError(
-                'classifier_pooling="first" would classify by a token that sees no other with is_decoder=True: use '
-                '"last" or "mean".'
+                'classifier_pooling="first" does not fit is_decoder=True, where the first token sees no other: '
+                'use "last" or "mean".'
             )
 
 
@@ -171,7 +171,7 @@ def require_positive(name: str, value: int) -> None:
 
 
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError for a field that is none of its choices."""
+    """Raises ValueError for a field whose value is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(choices)}.")
 

@@ -15,7 +15,7 @@ POSITION_EMBEDDING_TYPES = ("learned", "sinusoidal")
 class LinearTransformerConfig(BaseConfig):
     r"""
     Configuration of a linear transformer (Katharopoulos et al. 2020, arXiv:2006.16236): an encoder, or with
-    `is_decoder=True` a causal model, which reads and writes with states of fixed size.
+    `is_decoder=True` a causal model, which reads and generates with states of fixed size.
 
     Args:
         is_decoder (`bool`, defaults to `False`): causal attention: a token sees itself and the tokens before it.
@@ -23,12 +23,12 @@ class LinearTransformerConfig(BaseConfig):
             `"relu"`, or `"hedgehog"`, learned for each head (softmax of ±Wx; Zhang et al. 2024, arXiv:2402.04347),
             with twice as many features. `None`: exact softmax attention in the same model, for comparison. It has no
             state of fixed size: a causal model then generates without a cache.
-        position_embedding_type (`str`, defaults to `"learned"`): `"learned"`, or `"sinusoidal"`, which has no longest
-            sequence.
+        position_embedding_type (`str`, defaults to `"learned"`): `"learned"`, or `"sinusoidal"`, which does not limit
+            the length.
         max_position_embeddings (`int`, *optional*): the longest sequence, in tokens; if `None`, 512 with learned
             positions and no limit with sinusoidal ones. A model that reads in parts counts the tokens of all parts.
         conv_kernel_size (`int` or `None`, defaults to `None`): odd kernel of a depthwise convolution of V along the
-            tokens, which is added to the attention's output, as in a Nyströmformer; with `is_decoder=True`, of a
+            tokens, which is added to the attention's output, as in a Nyströmformer; with `is_decoder=True`, over a
             token and those before it. `None` for none.
         projected_dim (`int`, *optional*): for encoders, the number of slots that φ(K) and V are projected to along the
             tokens, by one learned projection for each layer, as in a Linformer. It costs time instead of saving it,
@@ -92,7 +92,7 @@ class LinearTransformerConfig(BaseConfig):
                 "feature_map=None is exact attention, which has no state of fixed size to return: use use_cache=False."
             )
         elif self.projected_dim is not None:
-            raise ValueError("projected_dim needs a feature_map, for it projects φ(K): use None, or a Linformer.")
+            raise ValueError("projected_dim projects φ(K), so it needs a feature_map: use None, or a Linformer.")
         require_one_of("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDING_TYPES)
         require_odd_kernel(self.conv_kernel_size)
         if self.max_position_embeddings is None and self.position_embedding_type == "learned":
@@ -102,7 +102,7 @@ class LinearTransformerConfig(BaseConfig):
             )
         if self.attention_probs_dropout_prob:
             raise ValueError(
-                f"attention_probs_dropout_prob={self.attention_probs_dropout_prob} cannot be honoured: linear "
+                f"attention_probs_dropout_prob={self.attention_probs_dropout_prob} is not possible: linear "
                 "attention has no weights to drop. Use 0, and hidden_dropout_prob instead."
             )
         if self.projected_dim is None:
@@ -114,7 +114,7 @@ class LinearTransformerConfig(BaseConfig):
         if self.max_position_embeddings is None or not 1 <= self.projected_dim <= self.max_position_embeddings:
             raise ValueError(
                 f"projected_dim={self.projected_dim} must lie between 1 and max_position_embeddings="
-                f"{self.max_position_embeddings}, which it needs as a number."
+                f"{self.max_position_embeddings}, which must be a number, too."
             )
 
 

@@ -18,13 +18,13 @@ class LinformerConfig(BaseConfig):
 
     Args:
         projected_dim (`int`, `list[int]` or `list[list[int]]`, defaults to 256): slots k that keys and values are
-            projected to. A list has a number a layer, and needs projections that layers do not share. A list of lists
-            has a number for each head of each layer ("nonuniform projected dimension" in section 4 of the paper), and
-            needs `share_projection="none"` and `projection_type="linear"`.
-        share_projection (`str`, defaults to `"layerwise"`): which projections are one and the same, in section 4 of
-            the paper. `"none"`: E and F of each head and layer are their own; `"headwise"`: the heads of a layer share
-            E, and share F; `"key_value"`: a layer has one E = F; `"layerwise"`: the model has one E = F. For 12 layers
-            of 12 heads that makes 288, 24, 12 and 1 projections.
+            projected to. A list has a number for each layer, and needs projections that layers do not share. A list of
+            lists has a number for each head of each layer ("nonuniform projected dimension" in section 4 of the
+            paper), and needs `share_projection="none"` and `projection_type="linear"`.
+        share_projection (`str`, defaults to `"layerwise"`): which projections are shared (section 4 of the paper).
+            `"none"`: each head of each layer has its own E and F; `"headwise"`: the heads of a layer share E, and
+            share F; `"key_value"`: a layer has one E = F; `"layerwise"`: the model has one E = F. For 12 layers of 12
+            heads these are 288, 24, 12 and 1 projections.
         projection_type (`str`, defaults to `"linear"`): `"linear"` (a k×N matrix), `"mean_pool"`, `"max_pool"` or
             `"conv"`; the last three have kernel = stride = ceil(N / k), with N = `max_position_embeddings`. Pooling
             has no parameters, and nothing to share.
@@ -61,7 +61,7 @@ class LinformerConfig(BaseConfig):
         if isinstance(slots, list) and len(slots) != self.num_hidden_layers:
             raise ValueError(
                 f"projected_dim={slots} has {len(slots)} entries for num_hidden_layers={self.num_hidden_layers}: give "
-                "one a layer, or a single number for all."
+                "one for each layer, or a single number for all."
             )
         by_layer = slots if isinstance(slots, list) else [slots]
         for k in by_layer:
@@ -78,17 +78,18 @@ class LinformerConfig(BaseConfig):
             if len(slots) != self.num_attention_heads:
                 raise ValueError(
                     f"projected_dim has {len(slots)} numbers for a layer, {slots}, with "
-                    f"num_attention_heads={self.num_attention_heads}: give one a head, or one number for the layer."
+                    f"num_attention_heads={self.num_attention_heads}: give one for each head, or one for the layer."
                 )
             if self.share_projection != "none":
                 raise ValueError(
-                    f'projected_dim has a number for each head, which share a projection by share_projection="'
-                    f'{self.share_projection}": use share_projection="none", or a number a layer.'
+                    f'projected_dim has a number for each head, but with share_projection="'
+                    f'{self.share_projection}" heads share a projection: use share_projection="none", '
+                    "or a number for each layer."
                 )
             if self.projection_type != "linear":
                 raise ValueError(
-                    "projected_dim has a number for each head, which is for linear projections, and not for "
-                    f'projection_type="{self.projection_type}": use "linear", or a number a layer.'
+                    "projected_dim has a number for each head, which only linear projections may have, and not "
+                    f'projection_type="{self.projection_type}": use "linear", or a number for each layer.'
                 )
         for k in slots if isinstance(slots, list) else [slots]:
             if not 1 <= k <= self.max_position_embeddings:

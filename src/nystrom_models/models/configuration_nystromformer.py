@@ -17,8 +17,8 @@ class NystromformerConfig(BaseConfig):
 
     Args:
         num_landmarks (`int`, `list[int]` or `None`, defaults to 64): landmarks M of the Nyström approximation; a list
-            has a number a layer. Sequences of at most M tokens get exact attention. `None`: exact softmax attention at
-            every length, in the same model.
+            has a number for each layer. Sequences of at most M tokens get exact attention. `None`: exact softmax
+            attention at every length, in the same model.
         segment_means_seq_len (`int`, defaults to 64): kept and written back for Transformers' own class. It is not
             needed here: landmarks are found for any length.
         conv_kernel_size (`int` or `None`, defaults to 65): odd kernel of the depthwise convolution of V along the
@@ -27,8 +27,8 @@ class NystromformerConfig(BaseConfig):
         inv_coeff_init_option (`bool`, defaults to `False`): kept for Transformers' own class. Here the iteration
             always starts from each matrix's own norm (the paper's rule). A norm taken over the whole batch would make
             the result of a row depend on the other rows.
-        max_position_embeddings (`int`, defaults to 510): the longest sequence. The table of positions has two rows
-            more: a row's first token has the position id 2, as in Transformers' own class and the published
+        max_position_embeddings (`int`, defaults to 510): the longest sequence. The table of positions has two more
+            rows: a row's first token has the position id 2, as in Transformers' own class and the published
             checkpoints, which leave rows 0 and 1 unused.
         The others: see `BaseConfig`.
 
@@ -61,7 +61,7 @@ class NystromformerConfig(BaseConfig):
         if isinstance(landmarks, list) and len(landmarks) != self.num_hidden_layers:
             raise ValueError(
                 f"num_landmarks={landmarks} has {len(landmarks)} numbers for num_hidden_layers="
-                f"{self.num_hidden_layers}: give one a layer, or a single number for all."
+                f"{self.num_hidden_layers}: give one for each layer, or a single number for all."
             )
         numbers = landmarks if isinstance(landmarks, list) else [landmarks]
         if any(number is not None and number < 1 for number in numbers):

@@ -48,7 +48,7 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
 
     Args:
         value: (B, H, N, D). weight: (H, 1, kernel, 1), kernel odd, shared by the D channels of a head.
-        mask: (B, N) bool; V counts as zero at invalid tokens. The filter uses places, not ranks.
+        mask: (B, N) bool; V counts as zero at invalid tokens. The filter uses positions, not ranks.
 
     Returns: (B, H, N, D).
     """
@@ -102,14 +102,14 @@ class _DepthwiseConvolution(torch.autograd.Function):
 def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
     """(H, 1, taps, 1): at j the sum of gradient[n] · value[n + j - taps // 2] over the batch and all tokens n.
 
-    A block of S tokens times the S + taps - 1 that the filter saw around it is a product of matrices; the sum of these
-    products has the wanted sums along its diagonals.
+    A matrix product multiplies a block of S tokens of the gradient by the S + taps - 1 values around it that the
+    filter saw; the sum of these products has the wanted sums along its diagonals.
     """
     size, reach = max(16, taps - 1), taps // 2
     multiply = _multiply_in_graph if is_tracing(gradient) else _multiply_in_place
     with torch.autocast("cpu", enabled=False):
         products = multiply(gradient, value, size, reach)
-    # Rows one longer than the distance of the diagonal's elements put each diagonal into a column.
+    # Padding the rows by one shifts each row against the one before it, so that each diagonal becomes a column.
     skewed = F.pad(F.pad(products, (0, 1)).flatten(1), (0, size)).unflatten(1, (size, size + taps + 1))
     return skewed[..., :taps].sum(dim=1)[:, None, :, None]
 

@@ -14,9 +14,7 @@ from .configuration_base import BaseConfig
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and token type embeddings, normalised; and brought to the hidden size where they are
-    narrower.
-    """
+    """Sum of word, position and token type embeddings, normalised; projected to C if `embedding_size` is given."""
 
     def __init__(self, config: BaseConfig):
         super().__init__()
@@ -61,7 +59,7 @@ class Embeddings(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """Sines and cosines of the position, without parameters and without a longest sequence (Vaswani et al. 2017,
+    """Sines and cosines of the position, without parameters and without a limit of the length (Vaswani et al. 2017,
     arXiv:1706.03762, section 3.5), scaled to the size that learned positions have at the start of training.
     """
 

@@ -18,7 +18,7 @@ _DECODER_ARGUMENTS = ("cache_position", "encoder_hidden_states", "encoder_attent
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raises ValueError if a condition on values fails. On a GPU it asserts without waiting; in a graph, nothing."""
+    """Raises ValueError if a condition on values fails. A GPU asserts it without waiting; a graph ignores it."""
     if not depends_on_values(condition):
         return
     if condition.device.type == "cpu":
@@ -44,9 +44,7 @@ def reject_arguments(name: str, arguments: dict[str, Any]) -> None:
         if argument in _IGNORED_ARGUMENTS:
             continue
         if argument not in _DECODER_ARGUMENTS:
-            raise TypeError(
-                f"{name}.forward() got an unexpected argument {argument!r}; padding is told by attention_mask."
-            )
+            raise TypeError(f"{name}.forward() got an unexpected argument {argument!r}; attention_mask marks padding.")
         if value is not None and value is not False:
             raise ValueError(
                 f"{argument} is for decoders; {name} is an encoder that sees the whole sequence: leave {argument} out."
@@ -57,7 +55,7 @@ def reject_cache(name: str, past_key_values: Any, use_cache: bool | None, is_dec
     """Raises ValueError if a model called `name`, which has no states of fixed size, is given a cache."""
     reason = "is an encoder that sees the whole sequence"
     if is_decoder:
-        reason = "has exact attention, and no state of fixed size to go on from"
+        reason = "has exact attention, and no state of fixed size to continue from"
     for argument, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
         if value is not None and value is not False:
             remedy = "use use_cache=False" if is_decoder else f"leave {argument} out"
@@ -72,11 +70,11 @@ def require_one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) ->
 
 
 def require_pairs(inputs: Tensor, dimensions: int) -> None:
-    """Raises ValueError unless inputs are those of two sequences a row, (B, 2, N) or (B, 2, N, C)."""
+    """Raises ValueError unless inputs have two sequences in each row, (B, 2, N) or (B, 2, N, C)."""
     if inputs.dim() != dimensions or inputs.shape[1] != 2:
         raise ValueError(
             f"dual_encoder=True classifies pairs of sequences: input_ids must be (batch, 2, length), but the inputs "
-            f"are {tuple(inputs.shape)}. Tokenize the two apart and stack them, or use dual_encoder=False."
+            f"are {tuple(inputs.shape)}. Tokenize the two separately and stack them, or use dual_encoder=False."
         )
 
 
@@ -107,7 +105,7 @@ def check_inputs(
     if limit is not None and length > limit:
         raise ValueError(
             f"A sequence of {length} tokens is longer than max_position_embeddings={limit}: truncate it to {limit}"
-            f" (truncation=True, max_length={limit}), or make room by resize_position_embeddings({length})."
+            f" (truncation=True, max_length={limit}), or raise the limit by resize_position_embeddings({length})."
         )
     if token_type_ids is not None:
         types = config.type_vocab_size
@@ -139,7 +137,7 @@ def check_positions(positions: Tensor, limit: int) -> None:
     require(
         (positions < limit).all(),
         f"With the tokens that past_key_values has seen, the sequence is longer than max_position_embeddings={limit}: "
-        f"make room by resize_position_embeddings({2 * limit}).",
+        f"raise the limit by resize_position_embeddings({2 * limit}).",
     )
 
 
@@ -149,7 +147,7 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, but must be (batch, length) = {shape}.")
     if has_cache or output_attentions:
         raise ValueError(
-            "seq_idx makes a row of each document, for which there is no cache and no map: use "
+            "seq_idx makes a row of each document, so that caches and attention maps do not fit: use "
             "use_cache=False and output_attentions=False, or one document in each row."
         )
     if not depends_on_values(seq_idx):
@@ -171,7 +169,7 @@ def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: 
     if len(shape) != 2 or shape[0] != batch or not (shape[1] == length or (has_cache and shape[1] > length)):
         raise ValueError(
             f"attention_mask has shape {shape}, but must be (batch, length) = {(batch, length)}: 1 at tokens and 0 at "
-            "padding. This attention takes no masks by pair of tokens, such as causal masks."
+            "padding. This attention takes no masks for pairs of tokens, such as causal masks."
         )
     attention_mask = attention_mask[:, -length:]
     mask = attention_mask != 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of every family and their stack: attention and feed-forward, each with its norm and residual.
 
-Legend: B batch, N tokens, C hidden size. States are in the layout of the batch (see `Batch`). Parameters carry the
-names of Transformers' own Nyströmformer, so that checkpoints are exchanged with it; those of pre-norm layers the names
-of its RobertaPreLayerNorm.
+Legend: B batch, N tokens, C hidden size. States are in the layout of the batch (see `Batch`). Parameters have the
+names of Transformers' own Nyströmformer, so that checkpoints can be exchanged with it; those of pre-norm layers have
+the names of its RobertaPreLayerNorm.
 """
 
 import torch
@@ -94,7 +94,7 @@ class TransformerLayer(GradientCheckpointingLayer):
         return self.feed_forward(hidden_states)
 
     def feed_forward(self, hidden_states: Tensor) -> Tensor:
-        """The feed-forward sub-layer, of any number of tokens."""
+        """The feed-forward sub-layer, for any number of tokens."""
         return self.output(self.intermediate(hidden_states), hidden_states)
 
 
@@ -130,7 +130,7 @@ class LayerStack(nn.Module):
         states = []
         for layer in self.layer:
             if output_hidden_states:
-                # Layers may lie on several devices.
+                # Layers may be on several devices.
                 batch = batch.to(hidden_states.device)
                 states.append(batch.leave(hidden_states))
                 # The next layer reads the state that is returned, so that gradients reach it.

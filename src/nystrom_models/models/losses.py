@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of the heads, in float32 at least.
 
-`num_items_in_batch` is what Transformers' Trainer wants a sum to be divided by: the number of labels that count in all
+`num_items_in_batch` is the divisor of a sum that Transformers' Trainer passes: the number of labels that count in all
 batches of an optimizer step, on all devices. Without it, the loss is a mean over this batch.
 
 Legend: B batch, N tokens.

@@ -40,12 +40,12 @@ def attend(
     Args:
         query: (B, H, N, D). key, value: (B, H, K, D). key_mask: (B, K) bool or None for all valid.
         dropout_p: probability of dropping an attention weight.
-        skip: (B, H, N, D), which is added. On a CPU without gradients the result is written over it.
+        skip: (B, H, N, D), added to the result. On a CPU without gradients it is overwritten by the result.
 
     Returns: (B, H, N, D). A row without a valid key attends to all of them, so that it stays finite.
     """
     mask = visible_keys(key_mask)
-    # Dropout drawn in blocks would differ when a checkpointed layer is computed again.
+    # Dropout drawn in blocks would differ when a checkpointed layer is recomputed.
     in_blocks = skip is not None and skip.device.type == "cpu" and dropout_p == 0
     if in_blocks and not torch.is_grad_enabled() and not is_tracing(query):
         return add_attention(F.scaled_dot_product_attention, query, key, value, mask, skip)
@@ -82,8 +82,8 @@ def softmax_attention_map(
 
     Args:
         query, key: (B, H, N, D). key_mask: (B, N) bool or None for all valid.
-        causal: whether to tokens up to themselves alone. rows: (R,) or (B, R) int64, the tokens whose rows are wanted;
-            None for all. scaling: of the scores, 1 / √D by default.
+        causal: whether a token attends only to tokens up to itself. rows: (R,) or (B, R) int64, the tokens whose rows
+            are returned; None for all. scaling: factor of the scores, 1 / √D by default.
     """
     visible = visible_keys(key_mask)
     query = query if rows is None else take_tokens(query, rows)

@@ -51,8 +51,8 @@ class BaseModelOutput(BaseModelOutputWithPooling):
 class BasePreTrainedModel(PreTrainedModel):
     """Initialisation, loading and saving of every family.
 
-    A family derives its own `...PreTrainedModel`, with `config_class`, and from that and the base classes its base
-    model and heads, all in one file.
+    The file of a family defines its own `...PreTrainedModel`, with `config_class`, and its base model and heads, which
+    derive from that class and from the base classes.
     """
 
     if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class BasePreTrainedModel(PreTrainedModel):
     self_attention_class: ClassVar[type[SelfAttention]]
     stack_class: ClassVar[type[LayerStack]] = LayerStack
     kernels: ClassVar[str | None] = None
-    # The Auto classes that give this class; and for a family, which class each Auto class gives.
+    # The Auto classes that load this class; and for a family, the class that each Auto class loads.
     auto_names: ClassVar[tuple[str, ...]] = ()
     auto_classes: ClassVar[dict[str, type[PreTrainedModel]]] = {}
 
@@ -91,7 +91,7 @@ class BasePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def is_of_the_family(cls) -> bool:
-        """Whether this class stands in the file of its family, rather than in a user's own."""
+        """Whether this class is defined in the file of its family, and not in a user's own."""
         family = cls.family()
         return family is not None and family.__module__ == cls.__module__
 
@@ -117,7 +117,7 @@ class BasePreTrainedModel(PreTrainedModel):
             initialize()
 
     def add_base_model(self, add_pooling_layer: bool = False) -> None:
-        """For heads: the family's base model, under its prefix."""
+        """For heads: adds the family's base model, under its prefix."""
         base_model = self.auto_classes["AutoModel"](self.config, add_pooling_layer=add_pooling_layer)
         setattr(self, self.base_model_prefix, base_model)
 
@@ -148,7 +148,8 @@ class BasePreTrainedModel(PreTrainedModel):
         return embeddings.position_embeddings
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """Make the longest sequence `new_num_position_embeddings` tokens: the table of positions is repeated or cut.
+        """Sets the longest sequence to `new_num_position_embeddings` tokens, by repeating or cutting the table of
+        positions.
 
         Raises ValueError for a number below 1.
         """
@@ -173,10 +174,10 @@ class BasePreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As in Transformers, which reports what is missing and what is left over.
+        """As in Transformers, which reports missing and unexpected weights.
 
-        Raises ValueError for a checkpoint of another model: none of the encoder's weights is in it, or some are
-        missing while others of an encoder are left over.
+        Raises ValueError for a checkpoint of another model: all of the encoder's weights are missing, or some are
+        missing and there are unexpected weights of an encoder.
         """
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
@@ -197,7 +198,8 @@ class BasePreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in Transformers. The family's code travels along, for every Auto class, where it is not installed."""
+        """As in Transformers. The family's code is saved, too, so that every Auto class loads the model where the
+        package is not installed."""
         if not self.is_of_the_family():
             # The loaded configuration may name files that do not travel with a user's own class.
             self.config.auto_map = {}
@@ -246,14 +248,14 @@ class BaseModel(BasePreTrainedModel):
                 it may be longer than N: the columns of earlier tokens come first, and are ignored.
             token_type_ids: (B, N) int64, the segment of each token; 0 if None.
             position_ids: (B, N) int64, from `config.first_position` on. If None, the valid tokens are counted, from
-                where a cache has ended.
+                the end of a cache on.
             output_attentions: return the N×N map of each head, which takes memory quadratic in N.
             attention_rows: (R,) or (B, R) int64; with `output_attentions`, return only the rows of these tokens, in
                 memory linear in N.
             past_key_values, use_cache: for causal families only: the recurrent states to continue from, and whether to
                 return them. A new cache is made if none is given.
             seq_idx: (B, N) int64, for rows packed with several documents: the number of each token's document. No
-                token sees another document, and positions start anew in each document.
+                token sees another document, and positions restart in each document.
             output_token_places: for heads, see `BaseModelOutput`.
 
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
@@ -318,7 +320,8 @@ class BaseModel(BasePreTrainedModel):
 
 
 class Pooler(nn.Module):
-    """One state for each row: that of its first token; in a causal model of its last, which has seen all tokens."""
+    """One state for each row: that of its first token; in a causal model that of its last, which has seen all
+    tokens."""
 
     def __init__(self, config: BaseConfig):
         super().__init__()

@@ -106,14 +106,14 @@ class LinearTransformerSelfAttention(SelfAttention):
         return context if skip is None else context + skip
 
     def attend_by_softmax(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
-        """Exact attention (B, H, N, D), to compare with, in the same model."""
+        """Exact attention (B, H, N, D) in the same model, for comparison."""
         skip, causal = self.convolve(value, batch), self.config.is_decoder
         attention_map = None
         if batch.maps is not None:
             rows = batch.maps.rows
             attention_map = batch.record(softmax_attention_map(query, key, batch.mask, causal=causal, rows=rows))
         if attention_map is not None and self.is_eager and batch.maps.rows is None:
-            # Through the map that is returned, so that gradients reach it.
+            # The context is computed from the map that is returned, so that gradients reach the map.
             context = attention_map @ value
         elif causal:
             context = attend_causally(query, key, value)
@@ -124,7 +124,7 @@ class LinearTransformerSelfAttention(SelfAttention):
 
 
 class LinearTransformerPreTrainedModel(BasePreTrainedModel):
-    """What all linear transformers share: configuration, initialisation, loading and saving."""
+    """The base of all linear transformers: configuration, initialisation, loading and saving."""
 
     config: LinearTransformerConfig
     config_class = LinearTransformerConfig
@@ -133,7 +133,7 @@ class LinearTransformerPreTrainedModel(BasePreTrainedModel):
     kernels = KERNELS
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """As in the base class. The columns of projections are repeated or cut as the positions are."""
+        """As in the base class. The columns of projections are repeated or cut in the same way."""
         super().resize_position_embeddings(new_num_position_embeddings)
         for module in self.modules():
             if isinstance(module, SequenceProjection):

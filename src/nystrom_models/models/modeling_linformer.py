@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linformer models (Wang et al. 2020, arXiv:2006.04768).
 
-The biases of keys and values come after the projection, as in the authors' code. Where a projection is shared by the
-heads, it comes before the linear layers: E (X W) + b = (E X) W + b, and K rows go through W instead of N.
+The biases of keys and values come after the projection, as in the authors' code. A projection that the heads share
+comes before the linear layers: E (X W) + b = (E X) W + b, so that W multiplies K rows instead of N.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class LinformerSelfAttention(SelfAttention):
         super().__init__(config, layer_idx)
         self.key_projection = self.value_projection = self.slots_of_heads = None
         by_head = config.has_projection_weights and config.share_projection == "none"
-        # A maximum does not commute with the linear layers, and neither does what differs between heads.
+        # A maximum does not commute with the linear layers, nor does a projection that differs between heads.
         self.projects_first = not by_head and config.projection_type != "max_pool"
         if config.shares_projection_between_layers:
             return
@@ -68,7 +68,7 @@ class LinformerSelfAttention(SelfAttention):
         query = self.in_heads(self.query(hidden_states), batch)
         if self.projects_first:
             rows = batch.to_clean_rows(hidden_states)
-            # What layers share may lie on another device.
+            # A shared projection may be on another device.
             slots = key_projection(rows, lengths).to(rows.device)
             keys = [split_heads(self.key(slots), self.num_heads)]
             if value_projection is not key_projection:
@@ -105,13 +105,13 @@ class LinformerSelfAttention(SelfAttention):
         return join_groups(contexts)
 
     def in_groups(self, states: Tensor) -> list[Tensor]:
-        """States (B, H, ...) of heads that attend together: all of them, or one by one where they differ in slots."""
+        """States (B, H, ...) of heads that attend together: all, or one by one if their numbers of slots differ."""
         return [states] if self.slots_of_heads is None else list(states.split(1, dim=1))
 
     def project_heads(
         self, linear: nn.Module, projection: nn.Module, hidden_states: Tensor, batch: Batch
     ) -> list[Tensor]:
-        """E (X W) + b, (B, H, K', D) of each group of heads, for what comes after the linear layer."""
+        """E (X W) + b, (B, H, K', D) of each group of heads, for projections after the linear layer."""
         lengths = batch.plan.lengths
         if self.config.projection_type == "max_pool":
             return [projection(self.in_heads(linear(hidden_states), batch), lengths)]
@@ -132,8 +132,8 @@ def join_groups(parts: list[Tensor]) -> Tensor:
 def without_bias(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
     """X W, (B, N, C), and b, (B, 1, C), of a linear layer X W + b.
 
-    The bias is what the layer makes of zeros: it is not read, because adapters, offload and quantization change the
-    layer behind its call.
+    The bias is computed as the layer's output for zeros. It is not read, because adapters, offloading and quantization
+    change what the call computes.
     """
     outputs = linear(F.pad(states, (0, 0, 0, 1)))
     bias = outputs[:, -1:]
@@ -141,7 +141,7 @@ def without_bias(linear: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinformerStack(LayerStack):
-    """Layers, and the projection that they share, if they do."""
+    """The layers, and their shared projection, if there is one."""
 
     def __init__(self, config: LinformerConfig, self_attention_class: type[SelfAttention]):
         super().__init__(config, self_attention_class)
@@ -160,7 +160,7 @@ class LinformerStack(LayerStack):
 
 
 class LinformerPreTrainedModel(BasePreTrainedModel):
-    """What all Linformers share: configuration, initialisation, loading and saving."""
+    """The base of all Linformers: configuration, initialisation, loading and saving."""
 
     config: LinformerConfig
     config_class = LinformerConfig
@@ -169,9 +169,9 @@ class LinformerPreTrainedModel(BasePreTrainedModel):
     stack_class = LinformerStack
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """As the base class; the columns of linear projections are repeated or cut with the positions.
+        """As in the base class. The columns of linear projections are repeated or cut in the same way.
 
-        Raises ValueError for pooling and convolution, whose slots would hold other tokens.
+        Raises ValueError for pooling and convolution, whose slots would cover other tokens.
         """
         if self.config.projection_type != "linear":
             raise ValueError(

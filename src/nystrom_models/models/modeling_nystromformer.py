@@ -58,7 +58,7 @@ class NystromformerStack(LayerStack):
     """Layers that share the positions of the landmarks' segments."""
 
     def plan(self, batch: Batch) -> dict[int, Segments]:
-        """The segments of padded rows, by the number of landmarks; without numbers that give exact attention."""
+        """The segments of padded rows, by the number of landmarks; numbers that give exact attention are left out."""
         if batch.mask is None:
             return {}
         numbers = {number for number in self.config.landmarks_by_layer if number is not None}
@@ -68,7 +68,7 @@ class NystromformerStack(LayerStack):
 
 
 class NystromformerPreTrainedModel(BasePreTrainedModel):
-    """What all Nyströmformers share: configuration, initialisation, loading and saving."""
+    """The base of all Nyströmformers: configuration, initialisation, loading and saving."""
 
     config: NystromformerConfig
     config_class = NystromformerConfig

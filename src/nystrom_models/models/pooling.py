@@ -18,8 +18,8 @@ def pool(hidden_states: Tensor, attention_mask: Tensor | None, pooling: str) -> 
     """
     mask = None if attention_mask is None else (attention_mask != 0).to(hidden_states.device)
     if pooling == "mean":
-        # In float32 at least: a sum over thousands of tokens may leave the range of float16, and their number has more
-        # digits than bfloat16.
+        # In float32 at least: a sum over thousands of tokens may leave the range of float16, and their number needs
+        # more digits than bfloat16 has.
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         if mask is None:
             return hidden_states.mean(dim=1, dtype=dtype).to(hidden_states.dtype)

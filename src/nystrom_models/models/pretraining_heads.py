@@ -95,7 +95,7 @@ MULTIPLICATIONS_OF_A_COPY = 128
 
 
 class BaseWithLMHead(BasePreTrainedModel):
-    """What the two models that predict tokens share: output embeddings, tying, logits and loss."""
+    """The shared base of the two models that predict tokens: output embeddings, tying, logits and loss."""
 
     cls: PretrainingHeads
     # Without tied weights, this key in a checkpoint is a second bias that nothing uses.
@@ -132,8 +132,9 @@ class BaseWithLMHead(BasePreTrainedModel):
         labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """From the base model's outputs and labels (B, N) to three results: the logits of tokens (B, N, V), or (number
-        of labels that count, V) with `sparse_prediction`; the logits of the sentence order; the loss of the tokens."""
+        """Computes three results from the base model's outputs and labels (B, N): the logits of tokens (B, N, V), or
+        (number of labels that count, V) with `sparse_prediction`; the logits of the sentence order; the loss of the
+        tokens."""
         states, pooled = outputs.last_hidden_state, outputs.pooler_output
         ignore = self.config.sparse_pred_ignore_index
         if labels is not None:
@@ -150,7 +151,7 @@ class BaseWithLMHead(BasePreTrainedModel):
             states, labels = states.flatten(0, 1)[counted], labels.flatten()[counted]
         elif outputs.token_places is not None and self._pays_without_padding(outputs.token_places, states):
             shape, places = states.shape[:2], outputs.token_places.to(states.device)
-            # The state of padding is zero everywhere: one more token gives the logits of all padding.
+            # The state of all padding is zero: one extra token gives the logits of all padding.
             states = F.pad(states.flatten(0, 1).index_select(0, places), (0, 0, 0, 1))
             labels = None if labels is None else F.pad(labels.flatten()[places], (0, 1), value=ignore)
         logits, order = self.cls(states, pooled)
@@ -200,10 +201,10 @@ class BaseForMaskedLM(BaseWithLMHead):
         """
         Args:
             labels: (B, N) int64, the tokens to predict; -100 for tokens that are not predicted. Padding never is.
-            num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
+            num_items_in_batch: divisor of the sum of the loss; if None, the number of labels that count in this batch.
             The others: see the base model.
 
-        Returns: loss, logits (B, N, V) and what the base model gives on request.
+        Returns: loss, logits (B, N, V) and, on request, the base model's other outputs.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(
@@ -245,8 +246,8 @@ class BaseForPreTraining(BaseWithLMHead):
         Args:
             labels: (B, N) int64, the tokens to predict; -100 for tokens that are not predicted. Padding never is.
             sentence_order_label: (B,) int64, 0 for segments in their order and 1 for swapped ones, as in ALBERT.
-            num_items_in_batch: what the sum of the token loss is divided by; the labels that count in this batch if
-                None. The sentence order loss is then weighted by this batch's share of those labels.
+            num_items_in_batch: divisor of the sum of the token loss; if None, the number of labels that count in this
+                batch. The sentence order loss is then weighted by this batch's share of those labels.
             The others: see the base model.
 
         Returns: `ForPreTrainingOutput`.

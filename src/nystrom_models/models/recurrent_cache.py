@@ -21,12 +21,12 @@ class State(IntEnum):
     """What the cache keeps for a layer; the values are the cache's numbers for the states."""
 
     SUMS = 0  # of its attention
-    TAPS = 1  # the last values, which its convolution will see again
-    TOKENS = 2  # (B, 2) int64, in the first layer alone: valid tokens seen, and columns of the batches they came in
+    TAPS = 1  # the last values, which its convolution still needs
+    TOKENS = 2  # (B, 2) int64, in the first layer alone: valid tokens seen, and columns of their batches
 
 
 def read_state(cache: Cache | None, layer_idx: int, state: State) -> Tensor | None:
-    """What a layer has kept in the cache; None if it has seen no token."""
+    """A layer's state in the cache; None if the layer has seen no token."""
     if cache is None:
         return None
     layer: Any = cache.layers[layer_idx]
@@ -72,6 +72,6 @@ def require_recurrent(cache: Cache, num_layers: int, name: str) -> None:
     )
     if not fits:
         raise ValueError(
-            f"past_key_values cannot hold the recurrent states of {name}: leave it out with use_cache=True, or make "
-            "it by DynamicCache(config=model.config)."
+            f"past_key_values cannot hold the recurrent states of {name}: leave it out with use_cache=True, or "
+            "create it by DynamicCache(config=model.config)."
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention layers of all families share; a family adds `attend`.
+"""The shared base of all families' attention layers; a family adds `attend`.
 
 Legend: B batch, N tokens of a row, C = H·D hidden size, H heads, D head size.
 """
@@ -20,7 +20,7 @@ from .token_layout import merge_heads, split_heads
 class SelfAttention(nn.Module):
     """Projections to queries, keys and values, and a convolution of the values if the family's configuration has one.
 
-    A module that owns parameters is called, and its weights are not read from outside: adapters, offloading,
+    Modules with parameters are always called, and their weights are never read from outside: adapters, offloading,
     quantization, sharding and hooks all work through the call.
     """
 
@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         return batch.from_rows(merge_heads(self.attend(hidden_states, batch)))
 
     def attend(self, hidden_states: Tensor, batch: Batch) -> Tensor:
-        """The same -> context (B, H, N, D), in rows."""
+        """As `forward`, but -> context (B, H, N, D), in rows."""
         raise TypeError(f"{type(self).__name__} must define attend().")
 
     def in_heads(self, states: Tensor, batch: Batch) -> Tensor:
@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
 
     @property
     def softmax_attention(self) -> Attend:
-        """What computes softmax attention, by `attn_implementation`."""
+        """The function for softmax attention that `attn_implementation` names."""
         return attend_by_name(self, self.config._attn_implementation)
 
     @property

@@ -13,14 +13,14 @@ from .attention_linformer import project, projection_matrix
 
 class SequenceProjection(nn.Module):
     """E or F: a (K, N) matrix for "linear", ceil(N / K) taps for "conv", with a leading axis if each head has its own;
-    nothing for pooling. Matrices of heads that differ in K lie one below the other, (K of all heads, N).
+    nothing for pooling. Matrices of heads that differ in K are stacked to one of (sum of K over the heads, N).
 
     Args:
         projection_type: "linear", "conv", "mean_pool" or "max_pool".
         projected_dim: K; for "linear" also a list with one for each head.
         length: N, the longest sequence.
         num_heads: H if each head has its own, else None.
-        positive: whether no weight is negative at first; not with a list.
+        positive: whether the initial weights are not negative; not with a list.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class SequenceProjection(nn.Module):
     def forward(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
         """Tokens by rank, (B, N, C) or (B, H, N, D), -> slots (B, K', C) or (B, H, K', D), see `project`.
 
-        Where heads differ in K, (B, H, N, D) -> (B, K of all heads, D), one head's slots after the other's.
-        as_matrix: instead, what acts on the tokens, (1 or B, 1 or H, K', N), see `projection_matrix`.
+        If heads differ in K, (B, H, N, D) -> (B, sum of K, D), with the slots of one head after the other.
+        as_matrix: return the matrix that acts on the tokens instead, (1 or B, 1 or H, K', N), see `projection_matrix`.
         """
         if self.slots_of_heads is not None and not as_matrix:
             heads = zip(states.unbind(1), self.weight.split(self.slots_of_heads), strict=True)
@@ -70,7 +70,7 @@ class SequenceProjection(nn.Module):
         return projection_matrix(*arguments).clone() if as_matrix else project(*arguments)
 
     def resize(self, length: int) -> None:
-        """Take sequences of `length` tokens: the columns of a "linear" projection are repeated or cut."""
+        """Accepts sequences of `length` tokens: the columns of a "linear" projection are repeated or cut."""
         columns = torch.arange(length, device=self.weight.device)
         weight = self.weight.detach()[..., columns % self.weight.shape[-1]]
         self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)

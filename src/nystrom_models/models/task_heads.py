@@ -80,11 +80,11 @@ class BaseForSequenceClassification(BasePreTrainedModel):
             labels: (B,) int64 classes; (B,) or (B, num_labels) floats for regression; (B, num_labels) floats of 0 and
                 1 for several labels at once. `config.problem_type` says which of these it is. If it is None, the
                 labels' dtype and `num_labels` decide, in each call.
-            num_items_in_batch: what the sum of the loss is divided by; the labels of this batch if None.
+            num_items_in_batch: divisor of the sum of the loss; if None, the number of labels in this batch.
             The others: see the base model.
 
-        Returns: loss, logits (B, num_labels) and what the base model gives on request; with `dual_encoder` that of
-            2 B rows.
+        Returns: loss, logits (B, num_labels) and, on request, the base model's other outputs; with `dual_encoder`
+            those of 2 B rows.
         """
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         if self.config.dual_encoder:
@@ -149,10 +149,10 @@ class BaseForTokenClassification(BasePreTrainedModel):
         """
         Args:
             labels: (B, N) int64, -100 where a token has none; padding has none.
-            num_items_in_batch: what the sum of the loss is divided by; the labels that count in this batch if None.
+            num_items_in_batch: divisor of the sum of the loss; if None, the number of labels that count in this batch.
             The others: see the base model.
 
-        Returns: loss, logits (B, N, num_labels) and what the base model gives on request.
+        Returns: loss, logits (B, N, num_labels) and, on request, the base model's other outputs.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
@@ -196,11 +196,11 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         Args:
             start_positions, end_positions: (B,) int64, the first and the last token of the answer; a position outside
                 the sequence is ignored.
-            num_items_in_batch: what the sum of each of the two losses is divided by; the answers of this batch if
-                None.
+            num_items_in_batch: divisor of the sum of each of the two losses; if None, the number of answers in this
+                batch.
             The others: see the base model.
 
-        Returns: loss, start_logits and end_logits (B, N) and what the base model gives on request.
+        Returns: loss, start_logits and end_logits (B, N) and, on request, the base model's other outputs.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
@@ -265,9 +265,9 @@ class BaseForMultipleChoice(BasePreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids: (B, choices, N).
             inputs_embeds: (B, choices, N, C).
             labels: (B,) int64, the right choice.
-            num_items_in_batch: what the sum of the loss is divided by; the labels of this batch if None.
+            num_items_in_batch: divisor of the sum of the loss; if None, the number of labels in this batch.
 
-        Returns: loss, logits (B, choices) and what the base model gives on request.
+        Returns: loss, logits (B, choices) and, on request, the base model's other outputs.
         """
         choices = require_one_input(input_ids, inputs_embeds).shape[1]
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]

@@ -14,7 +14,7 @@ from torch import Tensor
 def best_spans(
     start_logits: Tensor, end_logits: Tensor, context_mask: Tensor, n_best: int, max_answer_length: int
 ) -> tuple[Tensor, Tensor]:
-    """The spans of the context with the largest sums of logits, of all spans up to a length.
+    """The spans of the context with the largest sums of logits, among all spans up to a length.
 
     Args:
         start_logits, end_logits: (B, N), float.
@@ -24,7 +24,7 @@ def best_spans(
 
     Returns:
         First and last token, each (B, K) int64, best first; K is `n_best`, or less if there are not so many tokens.
-        Where the context has fewer spans, the others are the position -1.
+        If the context has fewer spans, the positions of the others are -1.
     """
     lowest = -math.inf
     start = start_logits.masked_fill(~context_mask, lowest)
@@ -40,12 +40,12 @@ def best_spans(
 
 @dataclass
 class Answers:
-    """What is predicted for the questions of a split, in their order."""
+    """The predictions for the questions of a split, in their order."""
 
     texts: list[str] = field(default_factory=list)  # "" for no answer
     n_best: list[list[dict[str, Any]]] = field(default_factory=list)
     best_texts: list[str] = field(default_factory=list)  # of answers other than ""
-    differences: list[float] = field(default_factory=list)  # score of no answer less that of the best text
+    differences: list[float] = field(default_factory=list)  # score of no answer minus that of the best text
 
 
 def collect_answers(
@@ -55,16 +55,16 @@ def collect_answers(
     n_best: int,
     threshold: float | None,
 ) -> Answers:
-    """The answers to all questions, each from all its windows.
+    """The answers to all questions, each from all of its windows.
 
     Args:
         contexts: the context of each question.
         rows: for each window its question (`document`), `context_start`, `char_starts` and `char_ends`.
         found: for each window `first` and `last`, from [`best_spans`], `first_logits` and `last_logits` of these
             spans, and `null`, the sum of the two logits of no answer.
-        n_best: how many answers to keep.
-        threshold: no answer is predicted where its score is larger by more than this than that of the best answer;
-            None if every question has an answer. The score of no answer is that of the window where it is least.
+        n_best: the number of answers to keep.
+        threshold: no answer is predicted if its score exceeds that of the best answer by more than this; None if every
+            question has an answer. The score of no answer is its smallest over all windows.
     """
     spans: list[dict[tuple[int, int], tuple[float, float]]] = [{} for _ in contexts]
     nulls = [math.inf] * len(contexts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tuning for any task: what a task adds to it is a [`FinetuningRun`]."""
+"""Fine-tuning for any task. Each task adds a subclass of [`FinetuningRun`]."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -61,7 +61,7 @@ class FinetuningArguments(RunArguments, DataArguments):
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
     test_file: list[str] | None = field(default=None, metadata={"help": "Files whose rows are predicted."})
     max_predict_samples: int | None = field(
-        default=None, metadata={"help": "Predict only this many rows of each test set, the first ones."}
+        default=None, metadata={"help": "Predict only the first rows of each test set, this many."}
     )
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Replace the model's classifier if it was trained for other classes."}
@@ -101,7 +101,7 @@ class FinetuningArguments(RunArguments, DataArguments):
 
 
 def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Of the pretrained model; or those of a new one, with the vocabulary's size and special tokens."""
+    """Configuration and tokenizer of the pretrained model; or of a new one, for this vocabulary and special tokens."""
     remote = {"trust_remote_code": args.trust_remote_code}
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(name, **remote)
@@ -118,7 +118,7 @@ def _row_length(requested: int | None, flag: str, config: PretrainedConfig, toke
     longest = min(getattr(config, "max_position_embeddings", None) or 10**9, tokenizer.model_max_length)
     if requested is None:
         if longest >= 10**9:
-            raise ValueError(f"The model does not say how many tokens it takes: give --{flag}.")
+            raise ValueError(f"The model does not tell its largest number of tokens: give --{flag}.")
         return longest
     if requested > longest:
         raise ValueError(f"--{flag} must be at most {longest}, which the model takes, but is {requested}.")
@@ -194,7 +194,7 @@ class FinetuningRun:
         raise NotImplementedError
 
     def row_options(self, split: str) -> dict[str, Any]:
-        """Arguments that all data sets of rows have."""
+        """Arguments that the data sets of every task take."""
         return {
             "num_proc": self.args.preprocessing_num_workers,
             "load_from_cache_file": not self.args.overwrite_cache,
@@ -211,7 +211,7 @@ class FinetuningRun:
         raise NotImplementedError
 
     def objective(self) -> Objective:
-        """What is trained for."""
+        """The training objective."""
         raise NotImplementedError
 
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Any, dict[str, float]]:
@@ -223,11 +223,11 @@ class FinetuningRun:
         raise NotImplementedError
 
     def example(self) -> Any:
-        """The input of the model card's snippet; None for that of the task."""
+        """The input of the model card's snippet; None for the default of the task."""
         return None
 
     def _sample(self, split: str, dataset: Dataset) -> Dataset:
-        """The rows that flags choose."""
+        """The rows of a split that the flags select."""
         args = self.args
         if split.startswith("test"):
             return dataset.select(range(min(len(dataset), args.max_predict_samples or len(dataset))))
@@ -247,7 +247,7 @@ class FinetuningRun:
         )
 
     def predict(self, model: nn.Module, split: str, batch_size: int, outputs: Outputs) -> dict[str, Any]:
-        """What `outputs` gives for every row of a split; see [`predict_rows`]."""
+        """The results of `outputs` for every row of a split; see [`predict_rows`]."""
         rows = self.rows[split]
         loader = eval_dataloader(rows, self.collator(with_index=True), batch_size, **self.args.loader_options())
         return predict_rows(self.accelerator, model, loader, outputs, desc=f"Predicting {self.where[split]}")
@@ -271,7 +271,7 @@ class FinetuningRun:
         return found
 
     def card(self) -> dict[str, Any]:
-        """What the model card says of the data, the model it began from and its use."""
+        """The model card's statements about the data, the initial model and its use."""
         args, sets = self.args, [split for split in self.rows if split.startswith("validation")]
         trained = "Trained" if args.model_name_or_path is None else "Fine-tuned"
         name, config = args.hub_dataset()
@@ -290,18 +290,18 @@ class FinetuningRun:
 
 
 def _check_splits(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> None:
-    """Raises a ValueError where data are missing."""
+    """Raises a ValueError if data are missing."""
     if args.do_train and ("train" not in splits or not any(split.startswith("validation") for split in splits)):
         raise ValueError(
-            f"Data to train on and to validate on are needed (--train_file, --validation_file), but given are "
+            f"Data for training and validation are needed (--train_file, --validation_file), but the splits are "
             f"{list(splits) or 'none'}."
         )
     if not args.do_train and not any(split != "train" for split in splits):
-        raise ValueError("Data to evaluate on or to predict are needed: --validation_file or --test_file.")
+        raise ValueError("Data to evaluate or to predict are needed: give --validation_file or --test_file.")
 
 
 def content_digests(args: FinetuningArguments, splits: Mapping[str, Dataset]) -> dict[str, Any]:
-    """Digests of the data as they were read, and of the model that a run begins from."""
+    """Digests of the data as they were read, and of the model that a run starts from."""
     config, tokenizer = _config_and_tokenizer(args)
     start = args.model_name_or_path
     return {
@@ -314,7 +314,7 @@ def content_digests(args: FinetuningArguments, splits: Mapping[str, Dataset]) ->
 def finetuning_identity(
     args: FinetuningArguments, optimization: OptimizationArguments, content: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the results of a run follow from: its flags, and [`content_digests`]."""
+    """Everything that determines the results of a run: its flags, and [`content_digests`]."""
     return {"flags": flags(args, optimization, leave_out=HOUSEKEEPING | PLACES), **content}
 
 
@@ -325,28 +325,28 @@ def finetune(
     splits: Mapping[str, Dataset],
     content: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Fine-tunes a pretrained model, or trains a new one, evaluates it, and writes predictions; with `--no_do_train`,
-    as it is.
+    """Fine-tunes a pretrained model, or trains a new one, evaluates it, and writes predictions. With `--no_do_train`,
+    the model is not trained.
 
-    In `--output_dir` it leaves model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
-    card, a prediction file for each test set, and the checkpoints asked for. A run that is ended by a signal
-    leaves only its checkpoint, from which it can be resumed.
+    It writes to `--output_dir`: model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model
+    card, a prediction file for each test set, and the requested checkpoints. A run that a signal ended leaves only its
+    checkpoint, from which it can be resumed.
 
     Args:
         args: model, lengths, seed and output.
         optimization: optimizer, schedule and length of the run.
         task: what the columns mean.
-        splits: `train`, any number of sets to evaluate on that start with `validation`, and of sets to predict that
-            start with `test`. A test set with labels or answers is scored, too.
-        content: [`content_digests`], where they are known already.
+        splits: `train`, any number of sets for evaluation, whose names start with `validation`, and of sets to
+            predict, whose names start with `test`. A test set with labels or answers is scored, too.
+        content: [`content_digests`], if they are known already.
 
     Returns:
         The loss and metrics of every validation set, and of every scored test set, by its name, and the figures
         of `train`; after a signal, only those of `train`.
 
     Raises:
-        ValueError: if a split is missing, `--max_length` or `--max_seq_length` is more than the model takes, or the
-            data do not fit the task; all before anything is trained.
+        ValueError: if a split is missing, `--max_length` or `--max_seq_length` exceeds the model's maximum, or the
+            data do not fit the task; always before training.
     """
     _check_splits(args, splits)
     if not args.do_train:

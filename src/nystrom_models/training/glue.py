@@ -19,7 +19,7 @@ from .results import read_results, write_results
 from .selection import Goal
 from .text_classification import TextClassificationArguments
 
-# Small tasks, which the papers of RoBERTa and ALBERT fine-tune from their model of MNLI.
+# Small tasks, for which the papers of RoBERTa and ALBERT start from their model of MNLI.
 FROM_MNLI = ("rte", "mrpc", "stsb")
 
 
@@ -29,20 +29,20 @@ def finetune_glue(
     load: Callable[[str], Mapping[str, Dataset]],
     start_from_mnli: bool = False,
 ) -> dict[str, Any]:
-    """Fine-tunes a model on each task of GLUE, in a folder of its own in `--output_dir`, and prints the average.
+    """Fine-tunes a model on each task of GLUE, in one folder per task in `--output_dir`, and prints the average.
 
-    Tasks that are finished, with the same flags, data and weights, are not repeated. With `--grid`, a task's score is
-    that of the grid's best run. The predictions of all test sets are gathered in `submission/`.
+    Finished tasks with the same flags, data and weights are not repeated. With `--grid`, a task's score is that of the
+    grid's best run. The predictions of all test sets are gathered in `submission/`.
 
     Args:
         args, optimization: the flags.
-        load: gives the splits of a task.
-        start_from_mnli: RTE, MRPC and STS-B begin with the model of MNLI.
+        load: returns the splits of a task.
+        start_from_mnli: RTE, MRPC and STS-B start from the model of MNLI.
 
     Returns:
         `tasks` with the metrics of each, `scores` by task (the mean of its metrics), `average` over the nine, and
-        `average_without_wnli`, over the eight that most papers report. After a signal, the results of the task under
-        way.
+        `average_without_wnli`, over the eight that most papers report. After a signal, the results of the current
+        task.
     """
     tasks: dict[str, Any] = {}
     scores: dict[str, float] = {}
@@ -85,7 +85,7 @@ def finetune_glue(
 
 
 def _gather(folder: Path, files: list[Path]) -> None:
-    """Copies the files of predictions, of the sets that there were."""
+    """Copies the prediction files that exist."""
     found = [path for path in files if path.is_file()]
     if found:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Long Range Arena (Tay et al. 2021, arXiv:2011.04006): small models from nothing, or from masked pretraining on
-the task's own inputs."""
+"""The Long Range Arena (Tay et al. 2021, arXiv:2011.04006): small models trained from scratch, or pretrained with
+masked tokens on the task's own inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -30,7 +30,7 @@ from .text_classification import TextClassificationArguments
 ATTENTIONS = ("softmax", "nystrom", "linformer", "linear")
 CONFIGURATION, PRETRAINING = "configuration", "pretraining"  # folders in --output_dir
 _FINISHED = "finished.json"
-_IN_A_GRID = "is one of the whole run: give it beside --grid, and run the script once for each value"
+_IN_A_GRID = "applies to the whole run: give it outside of --grid, and run the script once for each value"
 IMDB = "stanfordnlp/imdb"
 IMDB_ROWS, IMDB_VALIDATION_ROWS = 25_000, 2_000
 IMDB_WHERE = "The data set stanfordnlp/imdb of the Hub has them; without --train_file and --test_file it is loaded"
@@ -44,7 +44,7 @@ class ArenaArguments(TextClassificationArguments):
     attention: Literal["softmax", "nystrom", "linformer", "linear"] | None = field(
         default=None,
         metadata={
-            "help": "Attention of a new model: Nyström with 64 landmarks, Linformer with k = 256. Others by "
+            "help": "Attention of a new model: Nyström with 64 landmarks, Linformer with k = 256. To change them: "
             "--config_overrides num_landmarks=128, or projected_dim=128."
         },
     )
@@ -52,11 +52,11 @@ class ArenaArguments(TextClassificationArguments):
         default=None,
         metadata={"help": "Folder of data_batch_1.bin and the others (image), or of new_aan_pairs.*.tsv (retrieval)."},
     )
-    data_seed: int = field(default=0, metadata={"help": "Seed of generated data, and of what of IMDB is held out."})
+    data_seed: int = field(default=0, metadata={"help": "Seed of generated data, and of the held-out part of IMDB."})
     generated_rows: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Rows of listops and pathfinder: to train on, to validate on and to test on; by default 96000 "
+            "help": "Numbers of training, validation and test rows of listops and pathfinder; by default 96000 "
             "2000 2000, and 160000 20000 20000."
         },
     )
@@ -87,7 +87,7 @@ class ArenaArguments(TextClassificationArguments):
             )
         if self.text_column_names is not None or self.label_column_name != "label":
             raise ValueError(
-                f"--task {self.task} says what is read: leave out --text_column_names and --label_column_name."
+                f"--task {self.task} sets the columns: leave out --text_column_names and --label_column_name."
             )
         if self.do_regression or self.multi_label:
             raise ValueError(f"--task {self.task} has classes: leave out --do_regression and --multi_label.")
@@ -99,9 +99,9 @@ class ArenaArguments(TextClassificationArguments):
         if self.data_dir is not None and self.task not in ("image", "retrieval"):
             raise ValueError(f"--data_dir holds the files of image or retrieval, not of --task {self.task}.")
         if self.task != "text" and (self.train_file or self.validation_file or self.test_file or self.dataset_name):
-            raise ValueError(f"--task {self.task} says what is read: leave out --dataset_name and files.")
+            raise ValueError(f"--task {self.task} sets the data: leave out --dataset_name and files.")
         if self.pretrain_on_task and self.config_name is None and not self._is_pretrained_here():
-            raise ValueError("--pretrain_on_task begins with a new model: leave out --model_name_or_path.")
+            raise ValueError("--pretrain_on_task starts from a new model: leave out --model_name_or_path.")
         if self.pretrain_steps < 1:
             raise ValueError(f"--pretrain_steps must be at least 1, but is {self.pretrain_steps}.")
         for item in self.grid or ():
@@ -124,11 +124,11 @@ class ArenaArguments(TextClassificationArguments):
 
 
 def arena_config(task: str, attention: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> BaseConfig:
-    """The model of the Nyströmformer paper's table 3: 2 layers of 64, 2 heads, feed-forward layers of 128, pre-norm,
+    """The model of table 3 in the Nyströmformer paper: 2 layers of 64, 2 heads, feed-forward layers of 128, pre-norm,
     mean pooling; the sizes of the authors' code (https://github.com/mlpen/Nystromformer, LRA/code/lra_config.py).
 
     Args:
-        task: of [`ARENA_TASKS`]. The model for "retrieval" reads two texts apart.
+        task: of [`ARENA_TASKS`]. The model for "retrieval" reads two texts separately.
         attention: "softmax", "nystrom" (64 landmarks and a convolution of 35), "linformer" (k = 256, E = F in each
             layer) or "linear" (elu + 1).
         tokenizer: of the task.
@@ -148,7 +148,7 @@ def arena_config(task: str, attention: str, tokenizer: PreTrainedTokenizerBase, 
         "dual_encoder": task == "retrieval",
         "max_position_embeddings": max_length,
         "type_vocab_size": 1,
-        # About PyTorch's own for layers of this width.
+        # About PyTorch's default for layers of this width.
         "initializer_range": 0.07,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
@@ -181,7 +181,7 @@ def load_arena_task(args: ArenaArguments) -> dict[str, Dataset]:
             rows: Any = pathfinder_rows
             options: dict[str, int] = {}
             if args.task == "listops":
-                # As long as the model takes, or a quarter of it: from 500 to 2,000 tokens in the Long Range Arena.
+                # At least a quarter of the model's length: from 500 to 2,000 tokens in the Long Range Arena.
                 rows, options = listops_rows, {"min_length": args.max_length // 4, "max_length": args.max_length}
             names = task.text_task.label_names or ()
             return generate(rows, sizes, args.data_seed, names, workers, args.cache_dir, **options)
@@ -211,7 +211,7 @@ def _load_reviews(args: ArenaArguments) -> dict[str, Dataset]:
 
 
 def _write_configuration(args: ArenaArguments) -> None:
-    """Writes what a new model is made from: its configuration and tokenizer."""
+    """Writes the configuration and the tokenizer of a new model."""
     assert args.max_length is not None and args.attention is not None
     state = PartialState()
     if state.is_main_process:
@@ -235,10 +235,10 @@ def _documents(args: ArenaArguments, dataset: Dataset) -> Dataset:
 def _pretrain(
     args: ArenaArguments, optimization: OptimizationArguments, splits: Mapping[str, Dataset]
 ) -> dict[str, dict[str, Any]]:
-    """Masked pretraining on the inputs of the training set, in a folder of its own; its results, or those of a
-    finished pretraining with the same flags and data. After a signal, only the figures of `train`."""
+    """Pretrains with masked tokens on the inputs of the training set, in a separate folder. Returns the results, or
+    those of a finished pretraining with the same flags and data; after a signal, only the figures of `train`."""
     shared = {f.name: getattr(args, f.name) for part in (RunArguments, DataArguments) for f in fields(part)}
-    # What is said of data, evaluation and upload is meant for the task.
+    # Flags of data, evaluation and upload are meant for the task.
     own = {f.name for f in fields(DataArguments)} - {"max_train_samples", "max_eval_samples"}
     own -= {"preprocessing_num_workers", "cache_dir", "overwrite_cache"}
     own |= {"eval_strategy", "eval_steps", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
@@ -285,10 +285,10 @@ def _pretrain(
 
 
 def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> dict[str, Any]:
-    """Trains a model on a task, evaluates it on validation and test set, and leaves what [`finetune`] leaves.
+    """Trains a model on a task, evaluates it on validation and test set, and writes the files of [`finetune`].
 
     With `--pretrain_on_task`, the model is first pretrained in the folder `pretraining` of `--output_dir`; all seeds
-    of a grid begin with this model. A pretraining that is finished is not repeated.
+    of a grid start from this model. A finished pretraining is not repeated.
 
     Returns:
         The figures of `all_results.json`; after a signal, only those of `train`.

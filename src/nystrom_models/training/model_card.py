@@ -151,13 +151,13 @@ def limits_of(config: BaseConfig) -> list[str]:
         )
     elif isinstance(config, LinformerConfig):
         number = span(config.projected_dim)
-        limits.append(f"Attention goes through {number} slots that keys and values are projected to, at any length.")
+        limits.append(f"Keys and values are projected to {number} slots, whatever the length of the input.")
     elif isinstance(config, LinearTransformerConfig):
         limits.append(
-            "Attention takes time and memory quadratic in the tokens, and a text is written without a cache."
+            "Attention takes time and memory quadratic in the tokens, and text is generated without a cache."
             if config.feature_map is None
-            else "However long the text is, each head holds it in a sum of fixed size: single tokens far back are "
-            "recalled less sharply than by softmax attention."
+            else "Each head stores a text of any length in a sum of fixed size: it recalls single distant tokens less "
+            "precisely than softmax attention."
         )
     return limits
 

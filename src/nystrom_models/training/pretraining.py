@@ -118,7 +118,7 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> B
     if config.is_decoder:
         raise ValueError(
             f"{args.config_name or args.model_name_or_path} describes a causal model, in which a masked token sees "
-            f"only those before it: train it by run_clm.py, or let --config_name name {wanted}."
+            f"only those before it: train it by run_clm.py, or set --config_name to {wanted}."
         )
     return config
 
@@ -164,7 +164,7 @@ def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedT
 
 
 def _check_order(args: PretrainingArguments, share: float) -> str:
-    """A line about how many rows have a sentence order. Raises ValueError if there are too few to learn it."""
+    """A line that tells how many rows have a sentence order. Raises ValueError if they are too few to learn it."""
     if not args.sentence_order:
         return "Without sentence order: only masked tokens are predicted"
     if share < MIN_ORDERED_SHARE:
@@ -220,11 +220,11 @@ def pretrain(
     optimization: OptimizationArguments,
     documents: Documents,
 ) -> dict[str, dict[str, Any]]:
-    """Pretrains a model, from nothing or from given weights, and evaluates it on held-out documents.
+    """Pretrains a model, from scratch or from given weights, and evaluates it on held-out documents.
 
     `--output_dir` gets model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model card, and
     the requested checkpoints. A run that a signal ended leaves only its checkpoint, from which it can be resumed. With
-    `--no_do_train`, the model is evaluated as it is.
+    `--no_do_train`, the model is only evaluated.
 
     Args:
         args: model, data, seed and output.
@@ -255,7 +255,7 @@ def pretrain(
     accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
     identity = {"validation": data_digest(held_out.dataset)}
     if args.model_name_or_path is not None:
-        # `config` may come from another place: the commit on the Hub is in the configuration beside the weights.
+        # `config` may come from another place: the commit on the Hub is in the configuration saved with the weights.
         source_config = AutoConfig.from_pretrained(args.model_name_or_path)
         identity["model"] = weights_digest(args.model_name_or_path, source_config)
     if not args.do_train:
@@ -267,7 +267,7 @@ def pretrain(
     settings = model_settings(config, tokenizer)
     if args.lora_r is not None:
         if optimization.optim == "muon":
-            raise ValueError("Muon is not made for the matrices of --lora_r: use --optim adamw.")
+            raise ValueError("Muon does not support the matrices of --lora_r: use --optim adamw.")
         if accelerator.distributed_type in SHARDED:
             raise ValueError(
                 f"--lora_r needs whole matrices, but {accelerator.distributed_type.value} divides them: use a launch "

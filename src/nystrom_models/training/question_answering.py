@@ -37,15 +37,15 @@ class QuestionAnsweringArguments(FinetuningArguments):
     )
     doc_stride: int = field(
         default=128,
-        metadata={"help": "Tokens that neighbouring windows share, where a context is longer than a row."},
+        metadata={"help": "Tokens that neighbouring windows share, if a context is longer than a row."},
     )
-    n_best_size: int = field(default=20, metadata={"help": "How many answers to each question are kept in a file."})
+    n_best_size: int = field(default=20, metadata={"help": "Number of answers to each question in the n-best file."})
     max_answer_length: int = field(default=30, metadata={"help": "Largest number of tokens of an answer."})
     null_score_diff_threshold: float = field(
         default=0.0,
         metadata={
-            "help": "With --version_2_with_negative: no answer is predicted where its score is larger by more than "
-            "this than that of the best answer."
+            "help": "With --version_2_with_negative: no answer is predicted if its score exceeds that of the best "
+            "answer by more than this."
         },
     )
 
@@ -115,8 +115,8 @@ class QuestionAnsweringRun(FinetuningRun):
             seen[documents[starts != nulls]] = True
             if number := int((answered & ~seen).sum()):
                 found.append(
-                    f"{number:,} of {int(answered.sum()):,} answers are in none of their windows as a whole: a larger "
-                    "--doc_stride would help."
+                    f"{number:,} of {int(answered.sum()):,} answers are not complete in any of their windows: a "
+                    "larger --doc_stride would help."
                 )
         return found
 
@@ -168,7 +168,7 @@ class QuestionAnsweringRun(FinetuningRun):
                     f"{100 * scores['best_f1']:.1f} with --null_score_diff_threshold={threshold:.4g}."
                 )
         if split.startswith("validation") and self.accelerator.is_main_process:
-            # Of SQuAD, the validation set is the public one. Each evaluation replaces the files of the one before.
+            # SQuAD's test set is hidden: validation answers are written, too. Each evaluation replaces the last files.
             self.write(split, answers)
         return answers, {"loss": float(torch.stack(found["loss"]).double().mean()), **scores}
 

@@ -30,7 +30,7 @@ from .scores import predict
 
 @dataclass(kw_only=True)
 class TextClassificationArguments(FinetuningArguments):
-    """What the columns of texts and labels mean, and what is read of a long text."""
+    """The columns of texts and labels, their meaning, and the part of a long text that is read."""
 
     text_column_names: list[str] | None = field(
         default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
@@ -49,8 +49,8 @@ class TextClassificationArguments(FinetuningArguments):
     truncation_strategy: TruncationStrategy = field(
         default="head",
         metadata={
-            "help": "What is read of a text that is too long: its head, its tail, half of each, or all of it in "
-            "windows, whose logits are averaged."
+            "help": "Part of a text that is read if it is too long: its head, its tail, half of each, or all of it "
+            "in windows, whose logits are averaged."
         },
     )
     doc_stride: int = field(
@@ -66,7 +66,7 @@ class TextClassificationArguments(FinetuningArguments):
         if self.doc_stride < 0:
             raise ValueError(f"--doc_stride must be at least 0, but is {self.doc_stride}.")
         if self.doc_stride and self.truncation_strategy != "windows":
-            raise ValueError("--doc_stride is what windows share: give --truncation_strategy windows, too.")
+            raise ValueError("--doc_stride is for windows only: give --truncation_strategy windows, too.")
 
     def run_class(self) -> type[FinetuningRun]:
         """As `FinetuningArguments.run_class`."""
@@ -114,7 +114,7 @@ def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
 
 
 def _has_labels(dataset: Dataset, task: TextTask) -> bool:
-    """Whether a test set has labels. Where they are hidden, benchmarks give -1 or no such column."""
+    """Whether a test set has labels. If benchmarks hide them, they are -1, or there is no such column."""
     if task.label_column not in dataset.column_names:
         return False
     if hasattr(dataset.features[task.label_column], "feature"):
@@ -218,7 +218,7 @@ class TextClassificationRun(FinetuningRun):
         names = [self.config.id2label[i] for i in range(self.config.num_labels)]
         if self.task.regression:
             if len(names) != 1:
-                raise ValueError(f"The model tells {len(names)} classes apart, and predicts no number.")
+                raise ValueError(f"The model predicts one of {len(names)} classes, not a number.")
             return None, []
         if self.task.label_names is None:
             ids, _ = _named(names)
@@ -229,7 +229,7 @@ class TextClassificationRun(FinetuningRun):
         if sorted(names) == sorted(wanted):
             self.order = [names.index(name) for name in wanted]
         elif names != [f"LABEL_{i}" for i in range(len(wanted))]:
-            raise ValueError(f"The model tells {names} apart, but the task {wanted}.")
+            raise ValueError(f"The model has the classes {names}, but the task has {wanted}.")
         return _named(wanted)
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
@@ -259,7 +259,7 @@ class TextClassificationRun(FinetuningRun):
             return []
         longer = f"{cut:,} of {number:,} documents are longer than {self.args.max_length} tokens"
         if strategy == "windows":
-            return [f"{longer}; all of them make {len(rows):,} windows, {len(rows) / number:.1f} a document."]
+            return [f"{longer}; all of them make {len(rows):,} windows, {len(rows) / number:.1f} per document."]
         kept = {"head": "only their head is read", "tail": "only their tail is read"}
         return [f"{longer}: {kept.get(strategy, 'only their head and their tail are read')}."]
 

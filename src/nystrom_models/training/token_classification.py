@@ -42,20 +42,20 @@ class TokenClassificationArguments(FinetuningArguments):
     )
     label_names: list[str] | None = field(
         default=None,
-        metadata={"help": "Names of the labels in the order of their numbers, where the data have none."},
+        metadata={"help": "Names of the labels in the order of their numbers, if the data have none."},
     )
     max_seq_length: int | None = field(
         default=None, metadata={"help": "Largest number of tokens of a row; the model's maximum by default."}
     )
     doc_stride: int = field(
         default=0,
-        metadata={"help": "Tokens that neighbouring rows share, where a text is longer than a row and is divided."},
+        metadata={"help": "Tokens that neighbouring rows of one text share, if it is longer than a row."},
     )
     label_all_tokens: bool = field(
-        default=False, metadata={"help": "Give all tokens of a word its label, instead of the first one alone."}
+        default=False, metadata={"help": "Give all tokens of a word its label, instead of only the first one."}
     )
     return_entity_level_metrics: bool = field(
-        default=False, metadata={"help": "Give precision, recall and F1 of each type of entity, too."}
+        default=False, metadata={"help": "Also give precision, recall and F1 of each type of entity."}
     )
 
     def __post_init__(self):
@@ -118,10 +118,10 @@ class TokenClassificationRun(FinetuningRun):
             }
             self.names = found["train"]
             for split, names in found.items():
-                # They have classes of their own, so that words with these labels count as errors.
+                # These labels get their own classes, so that words with them count as errors.
                 if new := [name for name in names if name not in self.names]:
                     self.accelerator.print(
-                        f"Labels of {self.where[split]} that the train set does not have, and that cannot be learned: "
+                        f"Labels of {self.where[split]} that are not in the train set, and cannot be learned: "
                         f"{', '.join(new)}."
                     )
                     self.names = [*self.names, *new]
@@ -157,7 +157,7 @@ class TokenClassificationRun(FinetuningRun):
             found.append(f"{number:,} words are longer than a row: only their first tokens are read.")
         there = sum(map(len, examples[self.task.text_column]))
         if number := there - sum(word >= 0 for row in rows["words"] for word in row):
-            found.append(f"{number:,} of {there:,} words are no token to this tokenizer: {OUTSIDE} is predicted.")
+            found.append(f"{number:,} of {there:,} words get no token from this tokenizer: {OUTSIDE} is predicted.")
         return found
 
     def collator(self, with_index: bool = False) -> TokenClassificationCollator:
@@ -187,7 +187,7 @@ class TokenClassificationRun(FinetuningRun):
         return tags, {"loss": loss, **scores}
 
     def write(self, split: str, predictions: list[list[str]]) -> None:
-        """Writes words and predicted labels, a JSON object a line, in the columns of the data."""
+        """Writes words and predicted labels, one JSON object per line, in the columns of the data."""
         task, words = self.task, self.examples[split][self.task.text_column]
         with open(Path(self.args.output_dir, f"{split}_predictions.jsonl"), "w", encoding="utf-8") as file:
             for row, tags in zip(words, predictions, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of papers of the ACL Anthology Network (Radev et al. 2013), as the Long Range Arena gives them."""
+"""Pairs of papers of the ACL Anthology Network (Radev et al. 2013), from the files of the Long Range Arena."""
 
 import csv
 import os
@@ -37,7 +37,7 @@ def _rows(paths: list[str], max_bytes: int) -> Iterator[dict[str, str | int]]:
                         f"{path}, row {number}: expected a label of 0 or 1, two ids and two texts, separated by tabs. "
                         f"{WHERE}."
                     )
-                # The rest would be cut off anyway, and is most of the file.
+                # The model would not read the rest, which is most of the file.
                 texts = [text.encode()[:max_bytes].decode(errors="ignore") for text in row[3:]]
                 yield {"text1": texts[0], "text2": texts[1], "label": int(float(row[0]))}
 
@@ -47,7 +47,7 @@ def load_aan(data_dir: str | os.PathLike | None, max_bytes: int, cache_dir: str 
 
     Args:
         data_dir: the folder of the three files.
-        max_bytes: texts are cut to so many bytes, at the end of a character.
+        max_bytes: texts are cut to this many bytes, at the end of a character.
         cache_dir: as of `datasets`.
 
     Raises:

@@ -34,10 +34,10 @@ def _binary_rows(paths: list[str]) -> Iterator[dict[str, str | int]]:
     for path in paths:
         content = np.fromfile(path, dtype=np.uint8)
         if len(content) % _ROW:
-            raise ValueError(f"{path} is damaged: its {len(content):,} bytes are no multiple of {_ROW}. {WHERE}.")
+            raise ValueError(f"{path} is damaged: its {len(content):,} bytes are not a multiple of {_ROW}. {WHERE}.")
         rows = content.reshape(-1, _ROW)
         if len(rows) and rows[:, 0].max() >= len(CLASSES):
-            raise ValueError(f"{path} is no file of CIFAR-10: it has a class {rows[:, 0].max()}. {WHERE}.")
+            raise ValueError(f"{path} is not a file of CIFAR-10: it has a class {rows[:, 0].max()}. {WHERE}.")
         for label, grey in zip(rows[:, 0], to_grey(rows[:, 1:].reshape(-1, 3, 1024)), strict=True):
             yield {"text": to_text(grey), "label": int(label)}
 
@@ -54,8 +54,8 @@ def load_cifar(
     """`train`, `validation` and `test`, with a picture as `text` and its class as `label`.
 
     Args:
-        data_dir: the folder of `data_batch_1.bin` and the others, or that above it; None for the Hub, whose pictures
-            need Pillow.
+        data_dir: the folder of `data_batch_1.bin` and the others, or its parent folder; None for the Hub, whose
+            pictures need Pillow.
         cache_dir, num_proc: as of `datasets`.
 
     Raises:

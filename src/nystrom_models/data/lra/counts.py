@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a data set is the known one, by its number of rows and their classes."""
+"""Checks by the number of rows and their classes that a data set is the known one."""
 
 from collections import Counter
 
@@ -20,5 +20,5 @@ def require_counts(
         shares = ", ".join(f"{number:,} of class {label}" for label, number in sorted(classes.items(), key=str))
         raise ValueError(
             f"{what[0].upper()}{what[1:]} has {count:,} rows{', as many of each class' if balanced else ''}, but "
-            f"these are {len(dataset):,}: {shares}. {where}. --max_train_samples takes a part of the whole."
+            f"these are {len(dataset):,}: {shares}. {where}. --max_train_samples trains on a part of the whole set."
         )

@@ -8,12 +8,12 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Features, Value
 
 _ROWS_OF_A_PART = 500
-# Part of the names under which rows are cached: to be raised when the rows of a seed change.
+# Part of the names of cached rows: increase it when the rows of a seed change.
 _VERSION = 1
 
 
 def _rows(rows: Callable[..., Iterator[Any]], version: Any, **options: Any) -> Iterator[Any]:
-    """For `datasets`, which tells cached data apart by the arguments of the function that made them."""
+    """For `datasets`, which identifies cached data by the arguments of the function that made them."""
     return rows(**options)
 
 
@@ -29,10 +29,10 @@ def generate(
     """Data sets by split, which are cached on disk.
 
     Args:
-        rows: a generator function of rows `text` and `label`, which takes `numbers`, a list of ranges, `name`, which
-            with a number determines a row, and `options`.
+        rows: a generator function of rows `text` and `label`, with the arguments `numbers`, a list of ranges, `name`,
+            and `options`. A row depends only on its number, `name` and `options`.
         sizes: number of rows by split.
-        seed: of all splits, which have no row in common.
+        seed: of all splits; each split is drawn independently.
         label_names: the classes.
         num_proc: processes, among which the ranges are divided.
         cache_dir: as of `datasets`.
@@ -68,7 +68,7 @@ def read_files(
     cache_dir: str | None = None,
     **options: Any,
 ) -> Dataset:
-    """A data set of the rows that a generator function gives of files, which is cached until one of them changes.
+    """A data set of the rows that a generator function reads from files, cached until one of these changes.
 
     Args:
         rows: takes `paths`, a list of names, and `options`.

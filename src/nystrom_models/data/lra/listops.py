@@ -57,9 +57,9 @@ def _write(rng: random.Random, depth: int, longest: int, tokens: list[str]) -> i
 def expression(seed: str, min_length: int = 500, max_length: int = 2000) -> tuple[str, int]:
     """A random expression of more than `min_length` and less than `max_length` tokens, and its value.
 
-    As in the Long Range Arena's script: a node is an operator with probability 0.25, unless it is at depth 10, of 2 to
-    10 arguments; trees of other lengths are drawn again. Only `random()` of Python's generator is used, which is the
-    same in all versions.
+    As in the Long Range Arena's script: a node at a depth of less than 10 is an operator of 2 to 10 arguments with
+    probability 0.25; trees of other lengths are drawn again. Only `random()` of Python's generator is used, which is
+    the same in all versions.
     """
     rng = random.Random(seed)
     while True:
@@ -73,8 +73,8 @@ def expression(seed: str, min_length: int = 500, max_length: int = 2000) -> tupl
 
 
 def listops_rows(numbers: list[range], name: str, min_length: int, max_length: int) -> Iterator[dict[str, str | int]]:
-    """Rows `text` and `label`, for `datasets.Dataset.from_generator`: an expression for each number, seeded by `name`
-    and the number alone."""
+    """Rows `text` and `label`, for `datasets.Dataset.from_generator`: an expression for each number, seeded only by
+    `name` and this number."""
     for part in numbers:
         for number in part:
             text, label = expression(f"{name}-{number}", min_length, max_length)

@@ -3,9 +3,9 @@
 one dashed curve?
 
 A picture of 32 × 32 has two long curves of 14 dashes and five short ones of 4. Two ends of long curves are dots: both
-of one curve (class 1), or one of each (class 0). These numbers are the Long Range Arena's; the drawing is our own. So
-is that the distance between the dots does not tell the class: left to chance, the ends of one curve are farther apart,
-which alone would give two thirds of the answers. Lengths are in pixels.
+of one curve (class 1), or one of each (class 0). These numbers are the Long Range Arena's; the drawing is our own. In
+our pictures, the distance between the dots does not depend on the class: at random, the ends of one curve are farther
+apart, which alone would give two thirds of the answers. Lengths are in pixels.
 """
 
 import math
@@ -26,17 +26,17 @@ HALF_WIDTH = 0.4
 DOT_RADIUS = 1.5
 DASH_LEVEL, DOT_LEVEL = 0.75, 1.0
 MARGIN = 2.0
-# Between the middle lines of two curves, or of distant parts of one. A curve is lit up to 0.9 px from its middle line:
-# between two curves there is a dark pixel at least, and between two dashes of one there is none.
+# Distance between the middle lines of two curves, or of distant parts of one. A curve is lit up to 0.9 px from its
+# middle line: between two curves there is at least one dark pixel, between two dashes of one there is none.
 SEPARATION = 3.3
-# Between a dot's centre and other curves, and between two dots.
+# Distance between a dot's centre and other curves, and between two dots.
 DOT_SEPARATION = 4.4
-SAME_DISTANCE = 1.0  # up to this difference, the dots of both classes are equally far apart
+SAME_DISTANCE = 1.0  # largest difference between the distances of the dots in the two classes
 TURN = 0.45  # standard deviation of the angle between two dashes, in radians
-_ATTEMPTS = 12  # at the next dash of a curve, before the curve is given up
+_ATTEMPTS = 12  # attempts at the next dash of a curve, before the curve is given up
 _CURVES = 400  # attempts at a curve, before the picture is given up
 
-_FINE = 4  # cells a pixel
+_FINE = 4  # cells per pixel
 
 Place = tuple[float, float]  # x and y
 Dash = tuple[Place, Place]  # beginning and end
@@ -61,7 +61,7 @@ class _Taken:
         return bool(self.cells[round(place[1] * _FINE) + self.border, round(place[0] * _FINE) + self.border])
 
     def add(self, place: Place, disc: np.ndarray) -> None:
-        """Takes the places of a disc around one."""
+        """Marks the places of a disc around a place as taken."""
         half = len(disc) // 2
         row, column = (round(place[axis] * _FINE) + self.border - half for axis in (1, 0))
         self.cells[row : row + len(disc), column : column + len(disc)] |= disc
@@ -81,7 +81,7 @@ def _ends(curve: list[Dash]) -> tuple[Place, Place]:
 
 
 def _draw_curve(draw: Callable[[], float], length: int, lines: _Taken, dots: _Taken) -> list[Dash] | None:
-    """A random curve that stays away from others and from itself; None if it ran into a corner.
+    """A random curve that stays away from others and from itself; None if there was no place for its next dash.
 
     Args:
         draw: gives random numbers from 0 to 1.
@@ -104,7 +104,7 @@ def _draw_curve(draw: Callable[[], float], length: int, lines: _Taken, dots: _Ta
                 continue
             dash = (begin, end)
             _, middle, _ = _places(dash)
-            # The end is in the way most often.
+            # The end is tested first, because it most often collides.
             if end in lines or end in own or middle in lines or middle in own or begin in lines or begin in own:
                 continue
             if not at_end or (end if number else begin) not in dots:
@@ -113,16 +113,16 @@ def _draw_curve(draw: Callable[[], float], length: int, lines: _Taken, dots: _Ta
             return None
         curve.append(dash)
         place, angle = end, turned
-        if number >= 2:  # the two dashes before are near by nature
+        if number >= 2:  # the two previous dashes are always near
             for point in _places(curve[number - 2]):
                 own.add(point, _NEAR)
-    # Dots at both ends must not meet either.
+    # Dots at the two ends must not touch each other, either.
     return curve if math.dist(*_ends(curve)) >= DOT_SEPARATION else None
 
 
 def _dots(first: list[Dash], second: list[Dash]) -> tuple[Dots, Dots] | None:
-    """The ends that become dots, by class: those of two curves and those of one, about equally far apart; None if the
-    ends of these curves are not."""
+    """The ends that become dots, by class: two ends of different curves, and those of one curve, at about the same
+    distance; None if these curves have no such ends."""
     apart = [(one, other) for one in _ends(first) for other in _ends(second)]
     connected = [_ends(first), _ends(second)]
     pairs = [(two, one) for two in apart for one in connected]
@@ -147,7 +147,7 @@ def _scene(draw: Callable[[], float]) -> tuple[list[list[Dash]], tuple[Dots, Dot
                 lines.add(point, _NEAR)
                 ends.add(point, _NEAR_A_DOT)
         if length == CONTOUR_LENGTH:
-            # Any end of a long curve may become a dot, so that each has the room, whatever the class.
+            # Any end of a long curve may become a dot, so each has room for one, in both classes.
             for end in _ends(curve):
                 lines.add(end, _NEAR_A_DOT)
         if len(curves) == 2 and (dots := _dots(*curves)) is None:
@@ -172,7 +172,7 @@ def _distance_to_dashes(curves: list[list[Dash]]) -> np.ndarray:
 
 
 def _coverage(distance: np.ndarray, radius: float) -> np.ndarray:
-    """How much of a pixel lies within `radius`, from 0 to 1, by the distance of its centre."""
+    """The share of a pixel within `radius`, from 0 to 1, by the distance of its centre."""
     return np.clip(0.5 + radius - distance, 0, 1)
 
 
@@ -191,8 +191,8 @@ def picture(seed: str) -> tuple[np.ndarray, int]:
 
 
 def pathfinder_rows(numbers: list[range], name: str) -> Iterator[dict[str, str | int]]:
-    """Rows `text` and `label`, for `datasets.Dataset.from_generator`: a picture for each number, seeded by `name` and
-    the number alone."""
+    """Rows `text` and `label`, for `datasets.Dataset.from_generator`: a picture for each number, seeded only by `name`
+    and this number."""
     for part in numbers:
         for number in part:
             pixels, label = picture(f"{name}-{number}")

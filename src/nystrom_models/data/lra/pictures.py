@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grey pictures as texts: a pixel is a character, row by row, so that pictures take the same way as texts."""
+"""Grey pictures as texts: one character per pixel, row by row, so that pictures are processed like texts."""
 
 import numpy as np
 

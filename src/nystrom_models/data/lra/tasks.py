@@ -15,14 +15,14 @@ from .vocabularies import byte_tokenizer, character_tokenizer, word_tokenizer
 
 @dataclass(frozen=True)
 class ArenaTask:
-    """A task: what is predicted from what, and the longest text in tokens."""
+    """A task: its inputs and classes, and the longest text in tokens."""
 
     text_task: TextTask
     max_length: int
-    tokenizer: Callable[[int], PreTrainedTokenizerFast]  # of texts of up to so many tokens
+    tokenizer: Callable[[int], PreTrainedTokenizerFast]  # by the largest number of tokens
     title: str  # for model cards
-    fixed_length: bool = False  # of pictures
-    generated: tuple[int, int, int] | None = None  # rows to train on, to validate on and to test on
+    fixed_length: bool = False  # True for pictures
+    generated: tuple[int, int, int] | None = None  # training, validation and test rows
 
 
 def _text_task(

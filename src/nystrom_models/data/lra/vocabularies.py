@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-# Nothing is put around a sequence. The mask is for --pretrain_on_task.
+# No special tokens are added to a sequence. The mask token is for --pretrain_on_task.
 PAD, UNKNOWN, MASK = "[PAD]", "[UNK]", "[MASK]"
 
 
 def _fast(tokenizer: Tokenizer, model_max_length: int) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([PAD, UNKNOWN, MASK])
-    # Two texts are told apart where a collator keeps them in one row.
+    # Token types mark the two texts if a collator keeps them in one row.
     tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

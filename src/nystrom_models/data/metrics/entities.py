@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Type, first word and word after the last of every entity in the tags of a sentence.
+    """Type, first word and the word after the last one of every entity in the tags of a sentence.
 
     A tag is O, outside, or a prefix and a type: B-x and I-x (begin, inside), in some schemes also E-x and S-x (end,
     single). As in `conlleval`, an entity also begins at an I after O or after another type, as in the scheme IOB1.
@@ -67,10 +67,11 @@ def entity_scores(
 
     Args:
         references, predictions: the tags of each sentence.
-        kinds: types of which the scores are also given alone, as `{type}_precision`, `{type}_recall` and `{type}_f1`.
+        kinds: types for which separate scores are also returned, as `{type}_precision`, `{type}_recall` and
+            `{type}_f1`.
 
     Returns:
-        `precision`, `recall`, `f1` and `accuracy`; 0 where nothing is predicted, or nothing is there.
+        `precision`, `recall`, `f1` and `accuracy`; 0 if nothing is predicted, or there is nothing to find.
     """
     counts: dict[str | None, list[int]] = {kind: [0, 0, 0] for kind in (None, *kinds)}
     words = same = 0

@@ -25,12 +25,12 @@ def _f1(prediction: str, answer: str, version_2: bool) -> float:
 
 
 def answer_scores(prediction: str, answers: Sequence[str], version_2: bool = False) -> tuple[float, float]:
-    """Exact match and F1 of a prediction against the answer with which each is best; "" is no answer.
+    """Exact match and F1 of a prediction with the answer for which each is highest; "" is no answer.
 
     Args:
         prediction: text, or "".
         answers: the right ones; in version 2, none if the question has no answer.
-        version_2: answers of which normalization leaves nothing do not count, as in SQuAD 2.0.
+        version_2: answers that are empty after normalization do not count, as in SQuAD 2.0.
     """
     if version_2:
         answers = [answer for answer in answers if normalized(answer)] or [""]
@@ -49,7 +49,7 @@ def squad_scores(
 
     Returns:
         `exact_match` and `f1`; in version 2 also `has_answer_exact_match`, `has_answer_f1` and `no_answer_accuracy`,
-        the share of questions without an answer for which none is predicted. 0 where there are no such questions.
+        the share of unanswerable questions for which no answer is predicted. 0 if there are no such questions.
     """
     pairs = [answer_scores(*pair, version_2) for pair in zip(predictions, answers, strict=True)]
     scores = {"exact_match": _mean([exact for exact, _ in pairs]), "f1": _mean([f1 for _, f1 in pairs])}
@@ -70,7 +70,7 @@ def best_threshold(
     Args:
         texts: the best answer other than "" of each question.
         answers: the right ones; none if the question has no answer.
-        differences: the score of no answer less that of `texts`; above the threshold, no answer is predicted.
+        differences: the score of no answer minus that of `texts`; above the threshold, no answer is predicted.
     """
     gains = [
         answer_scores(text, right, True)[1] - answer_scores("", right, True)[1]
