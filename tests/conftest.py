@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import gc
 import os
 
 # Before any import of huggingface_hub, which reads it once: no test may reach the network.
@@ -42,6 +43,12 @@ UPSTREAM_MARKERS = (
 def pytest_configure(config):
     for marker in UPSTREAM_MARKERS:
         config.addinivalue_line("markers", f"{marker}: set by Transformers")
+
+
+def pytest_collection_finish():
+    # Imported modules stay to the end: no collection of garbage needs to look through them again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -230,6 +230,7 @@ def test_the_command_gives_each_contender_a_process(tmp_path):
     assert stored["apart"] and [row["status"] for row in stored["results"]] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_an_opponent_that_fails_in_its_process(monkeypatch):
     """A contender fails with an error, or because the system ends its process."""
     bf16 = Setting(32, dtype=torch.bfloat16, **SIZES)

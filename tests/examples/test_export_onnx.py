@@ -23,6 +23,7 @@ def classifier(checkpoint, tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_classifier_is_exported_quantized_and_evaluated(classifier, filler, write_rows, tmp_path, capsys):
     texts = [filler(5 + i, i) for i in range(20)]
     model = AutoModelForSequenceClassification.from_pretrained(classifier).eval()

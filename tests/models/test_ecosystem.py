@@ -271,7 +271,7 @@ def test_fake_and_meta_tensors_show_shapes(option):
         assert model(ids, labels=ids).logits.shape == (2, 30, 99)
 
 
-@pytest.mark.parametrize("option", slow_but("nystromformer-landmarks"))
+@pytest.mark.parametrize("option", slow_but())
 @torch.no_grad()
 def test_eager_attention_and_maps_compile_too(option):
     model = shallow(option)
