@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import context_lengths
 import pytest
 import run_clm
 import torch
@@ -147,6 +148,34 @@ def test_scores_are_those_of_the_held_out_documents_alone(trained, corpus):
         "bits_per_byte": nats / math.log(2) / sum(len(text.encode()) for text in texts),
     }
     assert cuts > 5 and {name: results["validation"][name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def test_bits_per_byte_over_the_length_of_the_context(trained, tmp_path):
+    """The longest rows hold whole documents, each of which is scored alone here."""
+    output = trained[0]
+    texts = [document(number) for number in range(500, 506)]
+    file = tmp_path / "unseen.txt"
+    file.write_text("\n\n".join(texts), encoding="utf-8")
+    options = ["--models", str(output), str(output), "--labels", "one", "again", "--validation_file", str(file)]
+    options += ["--output_dir", str(tmp_path / "context"), "--lengths", "4", "300"]
+    found = context_lengths.main(options)
+    assert [row["length"] for row in found["one"]] == [4, 300] and found["one"] == found["again"]
+    short, whole = (row["bits_per_byte"] for row in found["one"])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    nats = 0.0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        nats += float(model(ids, labels=ids, num_items_in_batch=1).loss)
+    first = sum(len(tokenizer.decode(tokenizer(text)["input_ids"][0])) for text in texts)  # predicted by nothing
+    bos = tokenizer.bos_token_id is not None and tokenizer(texts[0])["input_ids"][0] == tokenizer.bos_token_id
+    num_bytes = sum(map(len, texts)) - (0 if bos else first)
+    assert whole == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5) and short > whole
+    written = json.loads((tmp_path / "context" / "context_lengths.json").read_text())
+    assert written["results"] == found and "torch" in written["versions"]
+    assert (tmp_path / "context" / "context_lengths.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="--labels must be 2 different names"):
+        context_lengths.main([*options, "--labels", "one", "one"])
 
 
 def test_the_pipeline_generates(trained):
