@@ -5,6 +5,7 @@ import random
 import shutil
 from pathlib import Path
 
+import plot_runs
 import pytest
 import run_pretraining
 import torch
@@ -103,6 +104,17 @@ def test_it_learns_and_leaves_everything(trained):
     assert "100 documents of train.txt" in card and "30 documents that were held out" in card
     assert str(output.parent) not in card and "perplexity" in card
     assert type(AutoModelForPreTraining.from_pretrained(output)).__name__.lower() == f"{family}forpretraining"
+
+
+def test_curves_and_a_table_of_two_runs(trained, tmp_path, capsys):
+    _, output, results, history = trained
+    assert history[-1]["num_input_tokens_seen"] == results["train"]["num_input_tokens_seen"] > 250 * 8 * 20
+    runs = ["--runs", str(output), str(output), "--labels", "one", "again", "--output", str(tmp_path / "curves.png")]
+    plot_runs.main([*runs, "--x", "num_input_tokens_seen", "--metrics", "mlm_accuracy"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    table = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert table[0] == "| run | million tokens | hours | mlm_accuracy |"
+    assert table[2].startswith("| one | 0.1 | 0.0") and f"{results['validation']['mlm_accuracy']:.4g} |" in table[3]
 
 
 def test_scores_are_those_of_the_saved_model_on_the_held_out_documents(trained, corpus):

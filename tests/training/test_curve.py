@@ -53,6 +53,24 @@ def test_several_runs_share_the_panels(drawn, tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["b"]  # in the first panel, for its lines
 
 
+def test_curves_over_tokens(drawn, tmp_path):
+    """Two runs of the same tokens end at the same place, whatever the size of their steps."""
+    runs = {
+        name: [
+            {"step": step, "num_input_tokens_seen": 1_000_000 * i, "loss": 1.0 / i}
+            for i, step in ((1, size), (2, 2 * size))
+        ]
+        for name, size in (("small steps", 100), ("large steps", 10))
+    }
+    plot_history(runs, tmp_path / "curves.png", "num_input_tokens_seen")
+    assert [places for _, places, _ in lines(drawn["loss"])] == [[1.0, 2.0], [1.0, 2.0]]
+    assert drawn["loss"].get_xlabel() == "million tokens"
+    with pytest.raises(ValueError, match="The run a did not log num_input_tokens_seen"):
+        plot_history({"a": HISTORY}, tmp_path / "none.png", "num_input_tokens_seen")
+    with pytest.raises(ValueError, match="x must be one of step"):
+        plot_history(runs, tmp_path / "none.png", "tokens")
+
+
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="--logging_steps"):
         plot_history({"a": [{"step": 1, "learning_rate": 1.0}]}, tmp_path / "none.png")

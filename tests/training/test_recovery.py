@@ -55,7 +55,7 @@ def recovered(request, folder, tmp_path_factory):
 
 def test_what_is_trained_logged_and_saved(recovered, folder):
     kind, _, output, results, history = recovered
-    names = [set(row) - {"step", "grad_norm", "learning_rate"} for row in history]
+    names = [set(row) - {"step", "num_input_tokens_seen", "grad_norm", "learning_rate"} for row in history]
     assert names[:4] == [{"attention_loss", "attention_error"}] * 4
     losses = {"mlm_loss", "sop_loss", "ce_loss", "mse_loss", "cos_loss"}
     assert names[4:8] == [losses | {"mlm_accuracy", "sop_accuracy"}] * 4

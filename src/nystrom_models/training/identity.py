@@ -55,6 +55,9 @@ WARNED = frozenset(
     " versions".split()
 )
 
+# Fields of a configuration that follow from the class, or say how a model was saved.
+NOT_OF_THE_MODEL = frozenset("transformers_version _name_or_path architectures auto_map dtype torch_dtype".split())
+
 # The behaviour of runs before a flag existed.
 BEFORE_THE_FLAG = {"optim": "adamw"}
 
@@ -128,8 +131,7 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def model_settings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The configuration and the vocabulary of a model, for the settings of a run."""
-    ignored = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
-    fields = {name: value for name, value in config.to_dict().items() if name not in ignored}
+    fields = {name: value for name, value in config.to_dict().items() if name not in NOT_OF_THE_MODEL}
     # In the form that JSON returns: keys of dictionaries are strings.
     fields = {name: _text_keys(value) for name, value in fields.items()}
     return {"the model's configuration": fields, "the tokenizer's vocabulary": vocabulary_digest(tokenizer)}

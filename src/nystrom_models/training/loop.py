@@ -70,7 +70,8 @@ class TrainingState:
 
     def figures(self) -> dict[str, float]:
         """The figures of the training for `all_results.json`."""
-        figures = {"steps": self.step, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        figures = {"steps": self.step, "num_input_tokens_seen": self.num_tokens, "seconds": self.seconds}
+        figures["tokens_per_second"] = self.tokens_per_second
         if self.skipped_steps:
             figures["skipped_steps"] = self.skipped_steps
         if self.best.step is not None:
@@ -100,8 +101,10 @@ def log_figures(
     figures: Mapping[str, float],
     output_dir: str | Path | None = None,
 ) -> None:
-    """Sends figures of the current step to the trackers, and adds them to the history, also in `output_dir`."""
-    accelerator.log(dict(figures), step=state.step)
+    """Sends figures of the current step to the trackers, and adds them to the history, also in `output_dir`. The
+    tokens trained on so far are added, by the name that Transformers' Trainer uses."""
+    figures = {**figures, "num_input_tokens_seen": state.num_tokens}
+    accelerator.log(figures, step=state.step)
     row = {"step": state.step, **figures}
     state.history.append(row)
     if output_dir is not None and accelerator.is_main_process:
@@ -347,6 +350,7 @@ class TrainingLoop:
         state, evaluation = self.state, self.evaluation
         if evaluation is None or not self.eval_every or state.step % self.eval_every or state.step == self.total_steps:
             return
+        self._measure()
         paused = time.perf_counter()
         metrics = evaluation.function(self.model)
         log_figures(

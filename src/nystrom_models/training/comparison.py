@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What distinguishes finished runs: the flags and the fields of the model in which they differ, and their scores."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .identity import HOUSEKEEPING, NOT_OF_THE_MODEL
+
+# The configuration itself is compared; when a run is evaluated does not change it.
+NOT_COMPARED = HOUSEKEEPING | frozenset(
+    "config_name config_overrides eval_strategy eval_steps per_device_eval_batch_size".split()
+)
+
+
+def read_run(output_dir: str | os.PathLike) -> dict[str, Any]:
+    """`results`, `arguments` and `config` of a finished run, from its `--output_dir`.
+
+    Raises:
+        FileNotFoundError: if the run is not finished, or the folder is not that of a run.
+    """
+    path = Path(output_dir, "all_results.json")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {output_dir} is not the --output_dir of a finished run.")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    config = json.loads(Path(output_dir, "config.json").read_text(encoding="utf-8"))
+    return {"results": content["results"], "arguments": content["arguments"], "config": config}
+
+
+def _varying(settings: Sequence[Mapping[str, Any]], left_out: frozenset[str]) -> list[str]:
+    names = dict.fromkeys(name for each in settings for name in each if name not in left_out)
+    return [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
+
+
+def differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The flags and the fields of the model that are not the same in all runs, by the run's label."""
+    arguments = [run["arguments"] for run in runs.values()]
+    configs = [run["config"] for run in runs.values()]
+    flags, fields = _varying(arguments, NOT_COMPARED), _varying(configs, NOT_OF_THE_MODEL)
+    return {
+        label: {name: run["arguments"].get(name) for name in flags}
+        | {name: run["config"].get(name) for name in fields}
+        for label, run in runs.items()
+    }
+
+
+def comparison_table(runs: Mapping[str, Mapping[str, Any]], metrics: Sequence[str] | None = None) -> str:
+    """A table in Markdown: each run's settings that differ, the tokens and hours of its training, and its scores.
+
+    Args:
+        runs: results of [`read_run`] by label.
+        metrics: names of `validation`'s scores; by default, all that are numbers.
+
+    Raises:
+        ValueError: if no run has a score of this name.
+    """
+    settings = differences(runs)
+    scores = {label: run["results"].get("validation", {}) for label, run in runs.items()}
+    found = dict.fromkeys(
+        name for each in scores.values() for name, value in each.items() if isinstance(value, int | float)
+    )
+    if unknown := [name for name in metrics or () if name not in found]:
+        raise ValueError(f"No run has a score {unknown[0]!r}; there are {', '.join(found)}.")
+    names = list(found if metrics is None else metrics)
+    varying = list(next(iter(settings.values()), {}))
+    head = ["run", *(f"`{name}`" for name in varying), "million tokens", "hours", *names]
+    lines = [f"| {' | '.join(head)} |", f"| --- |{' --- |' * len(varying)}{' ---: |' * (2 + len(names))}"]
+    for label, run in runs.items():
+        train = run["results"].get("train", {})
+        tokens, seconds = train.get("num_input_tokens_seen"), train.get("seconds")
+        cells = [label, *(_cell(settings[label][name]) for name in varying)]
+        cells.append("" if tokens is None else f"{tokens / 1e6:.1f}")
+        cells.append("" if seconds is None else f"{seconds / 3600:.2f}")
+        cells += [_number(scores[label].get(name)) for name in names]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else ""
