@@ -7,7 +7,11 @@
 4. Save it, load it with AutoModelForMaskedLM, and fill masks with pipeline("fill-mask").
 5. Fine-tune it to tell which package a docstring is from.
 
-Steps 3 to 5 run for both families. Everything is written below --output_dir, and nothing is downloaded.
+Steps 3 to 5 run for both families.
+
+6. Train a small causal linear transformer on the same docstrings, and let it continue the beginnings of some.
+
+Everything is written below --output_dir, and nothing is downloaded.
 """
 
 import json
@@ -22,9 +26,17 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser, logging, pipeline
 
-from nystrom_models import LinformerConfig, NystromformerConfig
-from nystrom_models.data import TextBatches, eval_dataloader, load_docstrings, pretraining_dataset, train_tokenizer
+from nystrom_models import LinearTransformerConfig, LinformerConfig, NystromformerConfig
+from nystrom_models.data import (
+    TextBatches,
+    eval_dataloader,
+    load_docstrings,
+    pretraining_dataset,
+    train_byte_level_tokenizer,
+    train_tokenizer,
+)
 from nystrom_models.training import OptimizationArguments
+from nystrom_models.training.causal import CausalArguments, train_causal
 from nystrom_models.training.finetuning import finetune
 from nystrom_models.training.pretraining import EVAL_MLM_PROBABILITY, PretrainingArguments, pretrain
 from nystrom_models.training.text_classification import TextClassificationArguments
@@ -39,6 +51,9 @@ SENTENCES = (
     "Must be one [MASK] the following names.",
 )
 
+
+# Beginnings of docstrings, to be continued.
+BEGINNINGS = ("Return a list of", "If True, the", "Raise an error if")
 
 # The message of a run that Ctrl-C or SIGTERM has stopped.
 STOPPED = "The quickstart was stopped. When run again, it starts from the beginning."
@@ -55,11 +70,13 @@ class QuickstartArguments:
     seed: int = field(default=0, metadata={"help": "Seed of the data, the initial weights and the order."})
     max_train_steps: int = field(default=1600, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
+    causal_steps: int = field(default=600, metadata={"help": "Optimizer steps of the causal model."})
     tokens_per_step: int = field(default=1000, metadata={"help": "Tokens per step of pretraining."})
     optim: str = field(default="muon", metadata={"help": "Optimizer of pretraining: muon or adamw."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of pretraining."})
     max_length: int = field(default=128, metadata={"help": "Largest number of tokens of a row."})
     vocab_size: int = field(default=5000, metadata={"help": "Largest size of the vocabulary."})
+    causal_vocab_size: int = field(default=2000, metadata={"help": "The same for the causal model."})
     hidden_size: int = field(default=128, metadata={"help": "Width of the models."})
     num_hidden_layers: int = field(default=3, metadata={"help": "Layers of the models."})
     num_attention_heads: int = field(default=2, metadata={"help": "Heads of a layer."})
@@ -189,6 +206,55 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
     }
 
 
+def continue_docstrings(documents: DatasetDict, args: QuickstartArguments) -> dict[str, float]:
+    """Trains a causal linear transformer, prints how it continues docstrings, and returns its held-out scores and its
+    speed."""
+    print("\nTraining: causal linear transformer", flush=True)
+    folder = Path(args.output_dir, "causal")
+    train_byte_level_tokenizer(TextBatches(documents["train"]), args.causal_vocab_size).save_pretrained(
+        folder / "tokenizer"
+    )
+    config = LinearTransformerConfig(
+        is_decoder=True,
+        position_embedding_type="sinusoidal",  # of any length
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads,
+        intermediate_size=4 * args.hidden_size,
+        hidden_dropout_prob=0.0,
+        conv_kernel_size=9,
+        initializer_range=0.06,
+    )
+    config.save_pretrained(folder / "config")
+    arguments = CausalArguments(
+        config_name=str(folder / "config"),
+        tokenizer_name=str(folder / "tokenizer"),
+        output_dir=str(folder / "trained"),
+        train_file=["docstrings of the installed packages"],  # for the model card
+        block_size=2 * args.max_length,
+        eval_strategy="no",
+        overwrite_output_dir=True,  # of a quickstart that was stopped
+        seed=args.seed,
+        preprocessing_num_workers=args.preprocessing_num_workers,
+    )
+    optimization = OptimizationArguments(
+        per_device_train_batch_size=max(1, args.tokens_per_step // (2 * args.max_length) + 1),
+        optim=args.optim,
+        learning_rate=args.learning_rate,
+        max_train_steps=args.causal_steps,
+        adam_beta2=0.98,
+    )
+    results = train_causal(arguments, optimization, documents)
+    if "validation" not in results:
+        raise SystemExit(STOPPED)
+    write = pipeline("text-generation", model=arguments.output_dir, device="cpu")
+    print(f'\nDocstrings continued by pipeline("text-generation", {arguments.output_dir!r})')
+    for beginning in BEGINNINGS:
+        [answer] = write(beginning, max_new_tokens=16, do_sample=False)
+        print(f"  {answer['generated_text']!r}")
+    return results["validation"] | {"tokens_per_second": results["train"]["tokens_per_second"]}
+
+
 def unseen(sentences: Sequence[str], documents: Dataset) -> list[str]:
     """The sentences that no document contains, whatever word replaces the mask."""
     text = "\n".join(documents["text"])
@@ -246,9 +312,11 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         scores = pretrain_family(family, docstrings, arguments)
         fill_masks(Path(arguments.output_dir, family, "pretrained"), sentences)
         results[family] = scores | baselines | finetune_family(family, labelled, arguments)
+    causal = continue_docstrings(docstrings, arguments)
     print_table(results, classes)
+    print(f"causal linear transformer: {causal['bits_per_byte']:.2f} bits per byte of held-out docstrings")
     print(f"{time.perf_counter() - start:.0f} seconds in all. The models are in {arguments.output_dir}/")
-    summary = {"arguments": asdict(arguments), "classes": classes, "results": results}
+    summary = {"arguments": asdict(arguments), "classes": classes, "results": results, "causal": causal}
     Path(arguments.output_dir, "all_results.json").write_text(json.dumps(summary, indent=2))
     return results
 

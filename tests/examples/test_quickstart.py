@@ -20,6 +20,7 @@ from transformers import (
 from nystrom_models import LinformerForMaskedLM, NystromformerForMaskedLM
 from nystrom_models.data import load_docstrings, pretraining_dataset
 from nystrom_models.training import OptimizationArguments
+from nystrom_models.training.causal import CausalArguments, train_causal
 from nystrom_models.training.curve import read_history
 from nystrom_models.training.pretraining import pretrain
 
@@ -30,6 +31,7 @@ PACKAGES = ("accelerate", "datasets", "huggingface_hub")
 TINY = (
     f"--packages {' '.join(PACKAGES)} --max_bytes_per_package 600000 --max_train_steps 60"
     " --finetune_steps 80 --learning_rate 8e-3 --tokens_per_step 500 --max_length 48 --vocab_size 1500"
+    " --causal_steps 60 --causal_vocab_size 500"
     " --hidden_size 32 --num_hidden_layers 1 --num_landmarks 8 --num_classes 3 --preprocessing_num_workers 1"
 ).split()
 
@@ -56,6 +58,25 @@ def test_results(run):
     summary = json.loads((folder / "all_results.json").read_text())
     assert summary["results"] == results
     assert sorted(summary["classes"]) == summary["classes"] == list(PACKAGES)
+
+
+def test_the_causal_model_writes_and_its_figure_is_that_of_the_held_out_documents(run, documents, tmp_path):
+    folder, _ = run
+    causal = json.loads((folder / "all_results.json").read_text())["causal"]
+    written = json.loads((folder / "causal" / "trained" / "all_results.json").read_text())["results"]["validation"]
+    assert causal["bits_per_byte"] == written["bits_per_byte"] < 5 and causal["tokens_per_second"] > 0
+    arguments = CausalArguments(
+        model_name_or_path=str(folder / "causal" / "trained"),
+        output_dir=str(tmp_path),
+        block_size=96,
+        train_file=["x"],
+        do_train=False,
+    )
+    scores = train_causal(arguments, OptimizationArguments(), documents)["validation"]
+    assert causal["bits_per_byte"] == pytest.approx(scores["bits_per_byte"], rel=1e-5)
+    write = pipeline("text-generation", model=str(folder / "causal" / "trained"))
+    [answer] = write("Return a list of", max_new_tokens=4)
+    assert answer["generated_text"].startswith("Return a list of")
 
 
 @pytest.fixture(scope="module")
