@@ -23,7 +23,7 @@ except ImportError:  # Python 3.10, for which pytest brings the same
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "floors"
 # What the tests themselves need, as in the development environment.
-TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML", "setuptools")
+TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML")
 TESTS = (
     "tests/data",
     "tests/training",
@@ -35,9 +35,13 @@ TESTS = (
 )
 
 
+def pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
 def project() -> dict:
     """The table `project` of pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return pyproject()["project"]
 
 
 def floors(extras: tuple[str, ...] = ("train",)) -> dict[str, str]:
@@ -70,7 +74,9 @@ def main(arguments: list[str]) -> int:
     """Installs and tests; returns pytest's exit code."""
     python = FOLDER / "bin" / "python"
     lowest = floors(("train", "onnx"))
-    requirements = [*(f"{name}=={version}" for name, version in lowest.items()), *pinned(TESTING)]
+    # What builds the package for a test of the wheel: PyTorch says which of its versions can be installed.
+    build = pyproject()["build-system"]["requires"]
+    requirements = [*(f"{name}=={version}" for name, version in lowest.items()), *pinned(TESTING), *build]
     done = FOLDER / "installed"
     if not done.is_file() or done.read_text().split() != requirements:
         print(f"Installing {', '.join(requirements)}", flush=True)
