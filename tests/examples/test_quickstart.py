@@ -30,7 +30,7 @@ import quickstart
 PACKAGES = ("accelerate", "datasets", "huggingface_hub")
 TINY = (
     f"--packages {' '.join(PACKAGES)} --max_bytes_per_package 600000 --max_train_steps 60"
-    " --finetune_steps 80 --learning_rate 8e-3 --tokens_per_step 500 --max_length 48 --vocab_size 1500"
+    " --finetune_steps 240 --learning_rate 8e-3 --tokens_per_step 500 --max_length 48 --vocab_size 1500"
     " --causal_steps 60 --causal_vocab_size 500"
     " --hidden_size 32 --num_hidden_layers 1 --num_landmarks 8 --num_classes 3 --preprocessing_num_workers 1"
 ).split()
@@ -112,7 +112,7 @@ def test_figures_are_those_of_the_saved_models_on_the_held_out_documents(family,
 @pytest.mark.parametrize("family", ["nystromformer", "linformer"])
 def test_models_learn(family, run):
     """Losses fall. After so few steps, scores on held-out documents are no better than a constant prediction."""
-    for part, name, fall in (("pretrained", "mlm_loss", 0.7), ("classifier", "loss", 0.05)):
+    for part, name, fall in (("pretrained", "mlm_loss", 0.7), ("classifier", "loss", 0.5)):
         history = read_history(run[0] / family / part)
         losses = [row[name] for row in history if name in row]
         assert len(losses) >= 3 and losses[-1] < losses[0] - fall, part
