@@ -80,6 +80,8 @@ def plot(results: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> No
     for label, rows in results.items():
         axes.plot([row["length"] for row in rows], [row["bits_per_byte"] for row in rows], "o-", label=label)
     axes.set_xscale("log", base=2)
+    lengths = sorted({row["length"] for rows in results.values() for row in rows})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set(xlabel="tokens of a row", ylabel="bits per byte, held out")
     axes.grid(alpha=0.3)
     axes.legend()
