@@ -30,7 +30,7 @@ import quickstart
 PACKAGES = ("accelerate", "datasets", "huggingface_hub")
 TINY = (
     f"--packages {' '.join(PACKAGES)} --max_bytes_per_package 600000 --max_train_steps 60"
-    " --finetune_steps 240 --learning_rate 8e-3 --tokens_per_step 500 --max_length 48 --vocab_size 1500"
+    " --finetune_steps 160 --learning_rate 8e-3 --tokens_per_step 500 --max_length 48 --vocab_size 1500"
     " --causal_steps 60 --causal_vocab_size 500"
     " --hidden_size 32 --num_hidden_layers 1 --num_landmarks 8 --num_classes 3 --preprocessing_num_workers 1"
 ).split()

@@ -111,9 +111,8 @@ def operators_of(graphs):
     return [str(node.target) for graph in graphs for node in graph.graph.nodes if "nystrom_models" in str(node.target)]
 
 
-@pytest.mark.parametrize(
-    "masked", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="ragged")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
 def test_compiled_graphs_hold_them_as_one_operator(masked):
     """One graph, forward and backward, with the same results as without it; without taps if rows are full."""
     from functorch.compile import make_boxed_func
