@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nystrom_models  # noqa: F401, registers the models
 from nystrom_models.data import CausalCollator, causal_dataset, causal_tokenizer, eval_dataloader
@@ -22,6 +23,7 @@ from nystrom_models.data.files import load_files
 from nystrom_models.training import create_accelerator
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.causal import NO_LIMIT, held_out_scores
+from nystrom_models.training.comparison import labels_of
 from nystrom_models.training.results import results_content, write_json
 from nystrom_models.training.splits import sample
 
@@ -43,21 +45,17 @@ class ContextArguments:
     seed: int = field(default=0, metadata={"help": "Seed of the sample of documents."})
 
     def __post_init__(self):
-        if self.labels is None:
-            self.labels = [Path(model).resolve().name for model in self.models]
-        if len(self.labels) != len(self.models) or len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"--labels must be {len(self.models)} different names, one for each model.")
+        self.labels = labels_of(self.models, self.labels, "model")
         if min(self.lengths) < 2:
             raise ValueError(f"--lengths must be 2 or more, but one is {min(self.lengths)}.")
 
 
-def measure(name: str, documents: Dataset, args: ContextArguments) -> list[dict[str, float]]:
+def measure(name: str, documents: Dataset, args: ContextArguments, accelerator: Accelerator) -> list[dict[str, float]]:
     """The scores of a model at each length. A length beyond `max_position_embeddings` is left out, with a message."""
-    accelerator = create_accelerator()
     tokenizer = causal_tokenizer(AutoTokenizer.from_pretrained(name))
-    longest = AutoConfig.from_pretrained(name).max_position_embeddings or NO_LIMIT
-    tokenizer.model_max_length = longest
-    model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(name))
+    model = AutoModelForCausalLM.from_pretrained(name)
+    tokenizer.model_max_length = longest = model.config.max_position_embeddings or NO_LIMIT
+    model = accelerator.prepare(model)
     found = []
     for length in sorted(set(args.lengths)):
         if length > longest:
@@ -94,8 +92,9 @@ def main(args: Sequence[str] | None = None) -> dict[str, list[dict[str, float]]]
     documents = sample(
         load_files(arguments.validation_file, "--validation_file"), arguments.max_eval_samples, arguments.seed
     )
+    accelerator = create_accelerator()
     results = {
-        label: measure(name, documents, arguments)
+        label: measure(name, documents, arguments, accelerator)
         for label, name in zip(arguments.labels, arguments.models, strict=True)
     }
     folder = Path(arguments.output_dir)

@@ -10,13 +10,15 @@ second draws pictures of Pathfinder; it needs matplotlib.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+from nystrom_models.data.lra import ARENA_TASKS
+from nystrom_models.training.results import read_json, read_results
+
+TASKS = tuple(ARENA_TASKS)
 # Accuracies in per cent, in the order of TASKS.
 PUBLISHED = {
     "softmax (Xiong et al. 2021)": (37.10, 65.02, 79.35, 38.20, 74.16),
@@ -30,10 +32,9 @@ PUBLISHED = {
 
 def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
     """What all_results.json holds of each finished run in a folder: the run itself, or those of its grid."""
-    path = folder / "all_results.json"
-    if not path.is_file():
+    path, content = folder / "all_results.json", read_results(folder)
+    if content is None:
         raise FileNotFoundError(f"{path} does not exist: --runs takes folders of finished runs of run_lra.py.")
-    content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("arguments", {}).get("task") not in TASKS:
         raise ValueError(f"{path} was not written by run_lra.py: it names no task of the Long Range Arena.")
     if "grid" not in content["results"]:
@@ -65,8 +66,7 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
             arguments, results = content["arguments"], content["results"]
             if "test" not in results or "train" not in results:
                 raise ValueError(f"{place} has no scores of a trained model on a test set.")
-            row = attention_of(json.loads((place / "config.json").read_text(encoding="utf-8")))
-            seconds, tokens = results["train"]["seconds"], results["train"]["tokens_per_second"]
+            row = attention_of(read_json(place / "config.json"))
             pretrained = ""
             if arguments["pretrain_on_task"]:
                 row += ", pretrained on the task"
@@ -82,8 +82,8 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
                 "rate": f"{arguments['learning_rate']:g}",
                 "length": arguments["max_length"],
                 "pretrained": pretrained,
-                "tokens": seconds * tokens,
-                "hours": seconds / 3600,
+                "tokens": results["train"]["num_input_tokens_seen"],
+                "hours": results["train"]["seconds"] / 3600,
             }
             found.setdefault((row, arguments["task"]), []).append(figures)
     return found

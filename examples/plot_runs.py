@@ -9,11 +9,10 @@ hours of their training, and their scores on held-out data.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from nystrom_models.training.arguments import parse_arguments
-from nystrom_models.training.comparison import comparison_table, read_run
+from nystrom_models.training.comparison import comparison_table, labels_of, read_run
 from nystrom_models.training.curve import plot_history, read_history
 
 
@@ -30,10 +29,7 @@ class PlotArguments:
     metrics: list[str] | None = field(default=None, metadata={"help": "Scores in the table; by default, all."})
 
     def __post_init__(self):
-        if self.labels is None:
-            self.labels = [Path(run).resolve().name for run in self.runs]
-        if len(self.labels) != len(self.runs) or len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"--labels must be {len(self.runs)} different names, one for each run.")
+        self.labels = labels_of(self.runs, self.labels, "run")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ Everything is written below --output_dir, and nothing is downloaded.
 """
 
 import json
+import math
 import os
 import re
 import time
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser, logging, pipeline
+from transformers import AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser, PretrainedConfig, logging, pipeline
 
 from nystrom_models import LinearTransformerConfig, LinformerConfig, NystromformerConfig
 from nystrom_models.data import (
@@ -93,8 +94,8 @@ class QuickstartArguments:
 
 
 def save_config(family: str, args: QuickstartArguments) -> Path:
-    """Writes the configuration of a small model with fewer landmarks than tokens, so that it is trained with the
-    approximation. The vocabulary's size and the special tokens are added from the tokenizer."""
+    """Writes the configuration of a small model. Encoders have fewer landmarks than tokens, so that they are trained
+    with the approximation. The vocabulary's size and the special tokens are added from the tokenizer."""
     common = {
         "hidden_size": args.hidden_size,
         "num_hidden_layers": args.num_hidden_layers,
@@ -103,14 +104,19 @@ def save_config(family: str, args: QuickstartArguments) -> Path:
         "hidden_act": "gelu",
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "max_position_embeddings": args.max_length,
         "conv_kernel_size": 9,
         "initializer_range": 0.06,  # about 1 / √width, as 0.02 is for the width of BERT
     }
+    config: PretrainedConfig
     if family == "nystromformer":
-        config = NystromformerConfig(num_landmarks=args.num_landmarks, **common)
+        limits = {"max_position_embeddings": args.max_length, "num_landmarks": args.num_landmarks}
+        config = NystromformerConfig(**limits, **common)
+    elif family == "linformer":
+        limits = {"max_position_embeddings": args.max_length, "projected_dim": args.num_landmarks}
+        config = LinformerConfig(**limits, **common)
     else:
-        config = LinformerConfig(projected_dim=args.num_landmarks, **common)
+        # Sinusoidal positions, for texts of any length.
+        config = LinearTransformerConfig(is_decoder=True, position_embedding_type="sinusoidal", **common)
     folder = Path(args.output_dir, family, "config")
     config.save_pretrained(folder)
     return folder
@@ -214,31 +220,20 @@ def continue_docstrings(documents: DatasetDict, args: QuickstartArguments) -> di
     train_byte_level_tokenizer(TextBatches(documents["train"]), args.causal_vocab_size).save_pretrained(
         folder / "tokenizer"
     )
-    config = LinearTransformerConfig(
-        is_decoder=True,
-        position_embedding_type="sinusoidal",  # of any length
-        hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads,
-        intermediate_size=4 * args.hidden_size,
-        hidden_dropout_prob=0.0,
-        conv_kernel_size=9,
-        initializer_range=0.06,
-    )
-    config.save_pretrained(folder / "config")
+    block_size = 2 * args.max_length
     arguments = CausalArguments(
-        config_name=str(folder / "config"),
+        config_name=str(save_config("causal", args)),
         tokenizer_name=str(folder / "tokenizer"),
         output_dir=str(folder / "trained"),
         train_file=["docstrings of the installed packages"],  # for the model card
-        block_size=2 * args.max_length,
+        block_size=block_size,
         eval_strategy="no",
         overwrite_output_dir=True,  # of a quickstart that was stopped
         seed=args.seed,
         preprocessing_num_workers=args.preprocessing_num_workers,
     )
     optimization = OptimizationArguments(
-        per_device_train_batch_size=max(1, args.tokens_per_step // (2 * args.max_length) + 1),
+        per_device_train_batch_size=math.ceil(args.tokens_per_step / block_size),
         optim=args.optim,
         learning_rate=args.learning_rate,
         max_train_steps=args.causal_steps,

@@ -61,19 +61,14 @@ def test_an_error_of_the_user_is_one_line_and_a_fault_of_the_program_is_not(monk
 
 @pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
-    shell = shutil.which("bash")
-    if shell is None:
-        pytest.skip("no bash")
     done = subprocess.run(
-        [shell, "-c", f"{sys.executable} -m nystrom_models env | true"], capture_output=True, text=True, timeout=120
+        ["sh", "-c", f"{sys.executable} -m nystrom_models env | true"], capture_output=True, text=True, timeout=120
     )
     assert done.stderr == ""
 
 
 def test_the_console_script_is_the_same_command():
     scripts = [point for point in distribution("nystrom-models").entry_points if point.group == "console_scripts"]
-    if not scripts:
-        pytest.skip("the package was installed before it had the script")
     assert [point.name for point in scripts] == [command.PROGRAM]
     assert scripts[0].load() is command.main
 

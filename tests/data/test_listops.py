@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from nystrom_models.data.lra import generate, listops_rows
+from nystrom_models.data.lra import generate
 from nystrom_models.data.lra.listops import DIGITS, TOKENS, expression
 
 FUNCTIONS = {
@@ -71,7 +71,7 @@ def test_any_number_of_processes_gives_the_same_rows(tmp_path):
     sizes = {"train": 1200, "test": 30}
     options = {"seed": 3, "label_names": DIGITS, "min_length": 8, "max_length": 40}
     found = [
-        generate(listops_rows, sizes, num_proc=workers, cache_dir=str(tmp_path / str(workers)), **options)
+        generate(expression, sizes, num_proc=workers, cache_dir=str(tmp_path / str(workers)), **options)
         for workers in (None, 2)
     ]
     for split, size in sizes.items():

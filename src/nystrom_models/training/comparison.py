@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What distinguishes finished runs: the flags and the fields of the model in which they differ, and their scores."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .identity import HOUSEKEEPING, NOT_OF_THE_MODEL
+from .results import markdown_cell, read_json, read_results
 
 # The configuration itself is compared; when a run is evaluated does not change it.
 NOT_COMPARED = HOUSEKEEPING | frozenset(
@@ -21,12 +21,24 @@ def read_run(output_dir: str | os.PathLike) -> dict[str, Any]:
     Raises:
         FileNotFoundError: if the run is not finished, or the folder is not that of a run.
     """
-    path = Path(output_dir, "all_results.json")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {output_dir} is not the --output_dir of a finished run.")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    config = json.loads(Path(output_dir, "config.json").read_text(encoding="utf-8"))
+    content, config = read_results(output_dir), read_json(Path(output_dir, "config.json"))
+    if content is None or config is None:
+        raise FileNotFoundError(
+            f"all_results.json or config.json is missing: {output_dir} is not the --output_dir of a finished run."
+        )
     return {"results": content["results"], "arguments": content["arguments"], "config": config}
+
+
+def labels_of(folders: Sequence[str], labels: Sequence[str] | None, what: str) -> list[str]:
+    """The `labels` of --labels; by default, the names of the folders. what: "run" or "model", for a message.
+
+    Raises:
+        ValueError: if there are not as many as folders, or two are equal.
+    """
+    found = [Path(folder).resolve().name for folder in folders] if labels is None else list(labels)
+    if len(found) != len(folders) or len(set(found)) != len(found):
+        raise ValueError(f"--labels must be {len(folders)} different names, one for each {what}.")
+    return found
 
 
 def _varying(settings: Sequence[Mapping[str, Any]], left_out: frozenset[str]) -> list[str]:
@@ -79,7 +91,7 @@ def comparison_table(runs: Mapping[str, Mapping[str, Any]], metrics: Sequence[st
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else markdown_cell(value)
 
 
 def _number(value: Any) -> str:

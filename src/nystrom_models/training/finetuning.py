@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning for any task. Each task adds a subclass of [`FinetuningRun`]."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
-from .language_modeling import read_config
+from .language_modeling import read_config, row_loader
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
@@ -39,7 +40,7 @@ class FinetuningOptimizationArguments(OptimizationArguments):
 
 
 @dataclass(kw_only=True)
-class FinetuningArguments(RunArguments, DataArguments):
+class FinetuningArguments(RunArguments, DataArguments, ABC):
     """Model, data and output of any task, under the names of Transformers' example scripts."""
 
     model_name_or_path: str | None = field(
@@ -95,9 +96,9 @@ class FinetuningArguments(RunArguments, DataArguments):
         if self.keep_best_only and self.grid is None:
             raise ValueError("--keep_best_only chooses among the models of a --grid.")
 
+    @abstractmethod
     def run_class(self) -> type["FinetuningRun"]:
         """The part of the run that depends on the task."""
-        raise NotImplementedError
 
 
 def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -135,7 +136,7 @@ def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, 
     }
 
 
-class FinetuningRun:
+class FinetuningRun(ABC):
     """Model, tokenizer, rows and scores of a run. Each task has a subclass."""
 
     auto_class: Any  # loads the model with its head
@@ -182,16 +183,16 @@ class FinetuningRun:
             )
         return model
 
+    @abstractmethod
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """Raises a ValueError if a split lacks a column or a value."""
-        raise NotImplementedError
 
-    def set_classes(self, splits: Mapping[str, Dataset]) -> None:
+    def set_classes(self, splits: Mapping[str, Dataset]) -> None:  # noqa: B027, not every task has classes
         """Finds the classes in the data, or in a finished model, and sets them in the configuration."""
 
+    @abstractmethod
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """The rows of a split, with `length` and `index`, the number of the row."""
-        raise NotImplementedError
 
     def row_options(self, split: str) -> dict[str, Any]:
         """Arguments that the data sets of every task take."""
@@ -206,21 +207,21 @@ class FinetuningRun:
         """Sentences to print about the rows of a split, such as how many texts were cut."""
         return []
 
+    @abstractmethod
     def collator(self, with_index: bool = False) -> Collator:
         """Makes batches of rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def objective(self) -> Objective:
         """The training objective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Any, dict[str, float]]:
         """The predictions for a split and, if labels or right answers are known, loss and metrics."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, split: str, predictions: Any) -> None:
         """Writes predictions of a test set into `--output_dir`."""
-        raise NotImplementedError
 
     def example(self) -> Any:
         """The input of the model card's snippet; None for the default of the task."""
@@ -235,16 +236,7 @@ class FinetuningRun:
 
     def loader(self, optimization: OptimizationArguments) -> RowLoader:
         """The training loader."""
-        return RowLoader(
-            self.rows["train"],
-            self.collator(),
-            optimization.per_device_train_batch_size,
-            optimization.gradient_accumulation_steps,
-            optimization.tokens_per_step,
-            optimization.group_by_length,
-            self.args.seed,
-            **self.args.loader_options(),
-        )
+        return row_loader(self.args, optimization, self.rows["train"], self.collator())
 
     def predict(self, model: nn.Module, split: str, batch_size: int, outputs: Outputs) -> dict[str, Any]:
         """The results of `outputs` for every row of a split; see [`predict_rows`]."""

@@ -5,13 +5,13 @@ masked tokens on the task's own inputs."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from accelerate import PartialState
 from datasets import Dataset, concatenate_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..data.lra import ARENA_TASKS, generate, listops_rows, load_aan, load_cifar, pathfinder_rows, require_counts
+from ..data.lra import ARENA_TASKS, expression, generate, load_aan, load_cifar, picture_text, require_counts
 from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_linformer import LinformerConfig
@@ -27,7 +27,8 @@ from .results import read_json, write_json
 from .splits import load_splits, sample
 from .text_classification import TextClassificationArguments
 
-ATTENTIONS = ("softmax", "nystrom", "linformer", "linear")
+Attention = Literal["softmax", "nystrom", "linformer", "linear"]
+ATTENTIONS = get_args(Attention)
 CONFIGURATION, PRETRAINING = "configuration", "pretraining"  # folders in --output_dir
 _FINISHED = "finished.json"
 _IN_A_GRID = "applies to the whole run: give it outside of --grid, and run the script once for each value"
@@ -41,7 +42,7 @@ class ArenaArguments(TextClassificationArguments):
     """The flags of run_lra.py."""
 
     task: Literal["listops", "text", "retrieval", "image", "pathfinder"] = field(metadata={"help": "The task."})
-    attention: Literal["softmax", "nystrom", "linformer", "linear"] | None = field(
+    attention: Attention | None = field(
         default=None,
         metadata={
             "help": "Attention of a new model: Nyström with 64 landmarks, Linformer with k = 256. To change them: "
@@ -178,13 +179,13 @@ def load_arena_task(args: ArenaArguments) -> dict[str, Dataset]:
     with PartialState().main_process_first():
         if task.generated is not None:
             sizes = dict(zip(("train", "validation", "test"), args.generated_rows or task.generated, strict=True))
-            rows: Any = pathfinder_rows
+            draw: Any = picture_text
             options: dict[str, int] = {}
             if args.task == "listops":
                 # At least a quarter of the model's length: from 500 to 2,000 tokens in the Long Range Arena.
-                rows, options = listops_rows, {"min_length": args.max_length // 4, "max_length": args.max_length}
+                draw, options = expression, {"min_length": args.max_length // 4, "max_length": args.max_length}
             names = task.text_task.label_names or ()
-            return generate(rows, sizes, args.data_seed, names, workers, args.cache_dir, **options)
+            return generate(draw, sizes, args.data_seed, names, workers, args.cache_dir, **options)
         if args.task == "image":
             return load_cifar(args.data_dir, args.cache_dir, workers)
         if args.task == "retrieval":

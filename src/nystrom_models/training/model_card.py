@@ -8,7 +8,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_linformer import LinformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
+from .results import markdown_cell
 
 # Inside the package, so that it is found after installation, too.
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
@@ -54,6 +55,16 @@ outputs = model(**inputs)
 start, end = outputs.start_logits.argmax(), outputs.end_logits.argmax()
 print(tokenizer.decode(inputs["input_ids"][0, start : end + 1]))"""
 
+# A pipeline joins the texts of a pair.
+_PAIR = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name}{options})
+model = AutoModelForSequenceClassification.from_pretrained({name}{options})
+texts = tokenizer({example}, padding=True, return_tensors="pt")
+logits = model(**{{name: tensor[None] for name, tensor in texts.items()}}).logits
+print(model.config.id2label[int(logits.argmax())])"""
+
 # Tasks by the last part of the architecture's name.
 TASKS = {
     "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
@@ -80,21 +91,13 @@ def _task(architecture: str) -> _Task:
     raise ValueError(f"There is no model card for {architecture}: save a model that ends in one of {list(TASKS)}.")
 
 
-def _usage_of_pairs(name: str, example: tuple[str, str], options: str = "") -> str:
-    """Of a model that reads the two texts of a pair apart, for which there is no pipeline."""
-    name = json.dumps(name)
-    return (
-        "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({name}{options})\n"
-        f"model = AutoModelForSequenceClassification.from_pretrained({name}{options})\n"
-        f'texts = tokenizer({json.dumps(example, ensure_ascii=False)}, padding=True, return_tensors="pt")\n'
-        "logits = model(**{name: tensor[None] for name, tensor in texts.items()}).logits\n"
-        "print(model.config.id2label[int(logits.argmax())])"
-    )
-
-
-def _usage(task: _Task, name: str, example: str | tuple[str, str] | None, options: str = "") -> str:
-    if isinstance(example, tuple):
+def _usage(
+    task: _Task, name: str, example: str | tuple[str, str] | None, options: str = "", apart: bool = False
+) -> str:
+    """The snippet of a card. apart: whether the model reads the two texts of a pair apart."""
+    if apart:
+        task, argument = replace(task, snippet=_PAIR), json.dumps(example, ensure_ascii=False)
+    elif isinstance(example, tuple):
         argument = json.dumps(dict(zip(("text", "text_pair"), example, strict=True)), ensure_ascii=False)
     else:
         argument = task.example if example is None else json.dumps(example, ensure_ascii=False)
@@ -183,8 +186,38 @@ def _versions() -> str:
     return ", ".join(found)
 
 
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+def _saved_config(folder: Path) -> BaseConfig:
+    """The configuration of the model in a folder."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: save the model there with save_pretrained.")
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, BaseConfig):
+        raise ValueError(f"{folder} has a {config.model_type!r} model, but cards are for {list(FAMILIES)}.")
+    return config
+
+
+def _longest(config: BaseConfig) -> str:
+    """How many tokens the model takes, as a phrase."""
+    limit = config.max_position_embeddings
+    return "any number of" if limit is None else f"up to {limit}"
+
+
+def _eval_results(metrics: Mapping[str, float], **where: Any) -> list[EvalResult] | None:
+    """Results in the form of the Hub, all of one task and data set; None if there are none."""
+    for metric, value in metrics.items():
+        if not math.isfinite(value):
+            raise ValueError(f"The metric {metric!r} is {value}: a card lists only finite numbers, so omit it.")
+    results = [EvalResult(**where, metric_type=metric, metric_value=float(value)) for metric, value in metrics.items()]
+    return results or None
+
+
+def _public(hyperparameters: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The entries of the table of hyperparameters, without those that are None, and without secret ones."""
+    return [
+        (key, markdown_cell(value))
+        for key, value in hyperparameters.items()
+        if value is not None and not key.endswith("_token")
+    ]
 
 
 def model_card(
@@ -228,25 +261,12 @@ def model_card(
         ValueError: if the model has a head without a pipeline, or a metric is not finite.
     """
     folder = Path(output_dir)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} has no config.json: save the model there with save_pretrained.")
-    config = AutoConfig.from_pretrained(folder)
-    if not isinstance(config, BaseConfig):
-        raise ValueError(f"{folder} has a {config.model_type!r} model, but cards are for {list(FAMILIES)}.")
+    config = _saved_config(folder)
     architecture = (config.architectures or ["none"])[0]
     task = _task(architecture)
-    for metric, value in (metrics or {}).items():
-        if not math.isfinite(value):
-            raise ValueError(f"The metric {metric!r} is {value}: a card lists only finite numbers, so omit it.")
-
-    model_name = (hub_model_id or folder.resolve().name).rsplit("/", 1)[-1]
     name = hub_model_id or folder.resolve().name
-
-    def usage(options: str = "") -> str:
-        if config.dual_encoder and isinstance(example, tuple):
-            return _usage_of_pairs(name, example, options)
-        return _usage(task, name, example, options)
-
+    model_name = name.rsplit("/", 1)[-1]
+    apart = config.dual_encoder and isinstance(example, tuple)
     local_base = base_model is not None and os.path.isdir(base_model)
     evaluated_on = dataset_name or "local files"
     if dataset_config_name:
@@ -261,20 +281,14 @@ def model_card(
         datasets=dataset_name,
         metrics=list(metrics) if metrics else None,
         model_name=model_name,
-        eval_results=[
-            EvalResult(
-                task_type=task.pipeline_tag,
-                dataset_type=dataset_name or "local",
-                dataset_name=evaluated_on,
-                dataset_config=dataset_config_name,
-                dataset_split=dataset_split,
-                metric_type=metric,
-                metric_value=float(value),
-            )
-            for metric, value in metrics.items()
-        ]
-        if metrics
-        else None,
+        eval_results=_eval_results(
+            metrics or {},
+            task_type=task.pipeline_tag,
+            dataset_type=dataset_name or "local",
+            dataset_name=evaluated_on,
+            dataset_config=dataset_config_name,
+            dataset_split=dataset_split,
+        ),
     )
     return ModelCard.from_template(
         card_data,
@@ -286,20 +300,14 @@ def model_card(
         base_model=os.path.basename(os.path.normpath(base_model)) if base_model and local_base else base_model,
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
-        max_length="any number of"
-        if config.max_position_embeddings is None
-        else f"up to {config.max_position_embeddings}",
+        max_length=_longest(config),
         linear=getattr(config, "num_landmarks", 0) is not None,
-        usage=usage(),
-        remote_usage=usage(", trust_remote_code=True"),
+        usage=_usage(task, name, example, apart=apart),
+        remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart=apart),
         data=data,
         evaluated_on=f"{evaluated_on}, split {dataset_split}",
-        metrics=[(_cell(metric), round(float(value), 4)) for metric, value in (metrics or {}).items()],
-        hyperparameters=[
-            (key, _cell(value))
-            for key, value in (hyperparameters or {}).items()
-            if value is not None and not key.endswith("_token")
-        ],
+        metrics=[(markdown_cell(metric), round(float(value), 4)) for metric, value in (metrics or {}).items()],
+        hyperparameters=_public(hyperparameters or {}),
         hardware=hardware or _hardware(),
         versions=_versions(),
         limits=[

@@ -85,6 +85,11 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
+def markdown_cell(value: object) -> str:
+    """The text of a value in a cell of a table in Markdown."""
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
 def read_results(output_dir: str | os.PathLike) -> dict[str, Any] | None:
     """What [`write_results`] wrote into `output_dir`; None if there is no such file."""
     return read_json(Path(output_dir, "all_results.json"))

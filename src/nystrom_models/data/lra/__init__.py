@@ -5,17 +5,17 @@ from .aan import load_aan
 from .cifar import load_cifar
 from .counts import require_counts
 from .generation import generate
-from .listops import listops_rows
-from .pathfinder import pathfinder_rows
+from .listops import expression
+from .pathfinder import picture_text
 from .tasks import ARENA_TASKS, ArenaTask
 
 __all__ = [
     "ARENA_TASKS",
     "ArenaTask",
+    "expression",
     "generate",
-    "listops_rows",
     "load_aan",
     "load_cifar",
-    "pathfinder_rows",
+    "picture_text",
     "require_counts",
 ]

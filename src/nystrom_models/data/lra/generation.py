@@ -12,13 +12,23 @@ _ROWS_OF_A_PART = 500
 _VERSION = 1
 
 
-def _rows(rows: Callable[..., Iterator[Any]], version: Any, **options: Any) -> Iterator[Any]:
-    """For `datasets`, which identifies cached data by the arguments of the function that made them."""
+def _drawn(
+    draw: Callable[..., tuple[str, int]], version: int, numbers: Sequence[range], name: str, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """A row for each number. `datasets` identifies cached data by these arguments."""
+    for part in numbers:
+        for number in part:
+            text, label = draw(f"{name}-{number}", **options)
+            yield {"text": text, "label": label}
+
+
+def _read(rows: Callable[..., Iterator[Any]], version: str, **options: Any) -> Iterator[Any]:
+    """The same for rows of files."""
     return rows(**options)
 
 
 def generate(
-    rows: Callable[..., Any],
+    draw: Callable[..., tuple[str, int]],
     sizes: Mapping[str, int],
     seed: int,
     label_names: tuple[str, ...],
@@ -29,14 +39,13 @@ def generate(
     """Data sets by split, which are cached on disk.
 
     Args:
-        rows: a generator function of rows `text` and `label`, with the arguments `numbers`, a list of ranges, `name`,
-            and `options`. A row depends only on its number, `name` and `options`.
+        draw: returns the text and the label that belong to a seed, a string, and `options`.
         sizes: number of rows by split.
         seed: of all splits; each split is drawn independently.
         label_names: the classes.
         num_proc: processes, among which the ranges are divided.
         cache_dir: as of `datasets`.
-        options: further arguments of `rows`.
+        options: further arguments of `draw`.
     """
     features = Features({"text": Value("string"), "label": ClassLabel(names=list(label_names))})
     found = {}
@@ -44,11 +53,11 @@ def generate(
         starts = range(0, size, _ROWS_OF_A_PART)
         parts = [range(start, min(start + _ROWS_OF_A_PART, size)) for start in starts]
         found[split] = Dataset.from_generator(
-            _rows,
+            _drawn,
             features=features,
             cache_dir=cache_dir,
             gen_kwargs={
-                "rows": rows,
+                "draw": draw,
                 "version": _VERSION,
                 "numbers": parts,
                 "name": f"{split}-{seed}",
@@ -78,7 +87,7 @@ def read_files(
     """
     stamps = " ".join(f"{path.stat().st_size}-{path.stat().st_mtime_ns}" for path in paths)
     return Dataset.from_generator(
-        _rows,
+        _read,
         features=features,
         cache_dir=cache_dir,
         gen_kwargs={

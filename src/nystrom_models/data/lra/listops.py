@@ -5,7 +5,6 @@ An expression such as `[MAX 2 9 [MIN 4 7 ] 0 ]` has a value from 0 to 9, which i
 """
 
 import random
-from collections.abc import Iterator
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
@@ -70,12 +69,3 @@ def expression(seed: str, min_length: int = 500, max_length: int = 2000) -> tupl
             continue
         if min_length < len(tokens) < max_length:
             return " ".join(tokens), value
-
-
-def listops_rows(numbers: list[range], name: str, min_length: int, max_length: int) -> Iterator[dict[str, str | int]]:
-    """Rows `text` and `label`, for `datasets.Dataset.from_generator`: an expression for each number, seeded only by
-    `name` and this number."""
-    for part in numbers:
-        for number in part:
-            text, label = expression(f"{name}-{number}", min_length, max_length)
-            yield {"text": text, "label": label}

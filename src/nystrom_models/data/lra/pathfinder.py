@@ -10,7 +10,7 @@ apart, which alone would give two thirds of the answers. Lengths are in pixels.
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -190,10 +190,7 @@ def picture(seed: str) -> tuple[np.ndarray, int]:
     return np.rint(255 * grey).astype(np.uint8), label
 
 
-def pathfinder_rows(numbers: list[range], name: str) -> Iterator[dict[str, str | int]]:
-    """Rows `text` and `label`, for `datasets.Dataset.from_generator`: a picture for each number, seeded only by `name`
-    and this number."""
-    for part in numbers:
-        for number in part:
-            pixels, label = picture(f"{name}-{number}")
-            yield {"text": to_text(pixels), "label": label}
+def picture_text(seed: str) -> tuple[str, int]:
+    """[`picture`], with a character for each pixel."""
+    pixels, label = picture(seed)
+    return to_text(pixels), label
