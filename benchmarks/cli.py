@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: F401  (they register)
     gpu,
     gpu_tests,
     kernels,
+    linear,
     linformer,
     models,
     nystrom,

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact softmax attention: the back ends of PyTorch, the textbook form, and a float64 reference in linear memory."""
 
+import contextlib
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,29 +25,32 @@ def merge_heads(states: Tensor) -> Tensor:
     return states.transpose(1, 2).flatten(-2)
 
 
-def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention by its formula, which stores the N×N matrix."""
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
+    """Attention by its formula, which stores the N×K matrix. If causal, the last query is that of the last key."""
     scores = torch.matmul(query, key.transpose(-1, -2)) * query.shape[-1] ** -0.5
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(later.triu(1 + key.shape[-2] - query.shape[-2]), float("-inf"))
     return torch.matmul(scores.softmax(dim=-1), value)
 
 
-def softmax_attention_chunked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def softmax_attention_chunked(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
     """`softmax_attention` in chunks of rows, recomputed in the backward pass: the reference for any length."""
-    chunks = [
-        checkpoint(softmax_attention, chunk, key, value, use_reentrant=False)
-        for chunk in query.split(QUERY_CHUNK, dim=-2)
-    ]
+    chunks, length = [], query.shape[-2]
+    for start in range(0, length, QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, length)
+        seen = slice(0, end if causal else None)
+        tensors = query[..., start:end, :], key[..., seen, :], value[..., seen, :]
+        chunks.append(checkpoint(softmax_attention, *tensors, causal, use_reentrant=False))
     return torch.cat(chunks, dim=-2)
 
 
-def on_backend(backend: SDPBackend | None):
+def on_backend(backend: SDPBackend | None, causal: bool = False):
     """`scaled_dot_product_attention` with a back end; None for PyTorch's own choice."""
-    if backend is None:
-        return F.scaled_dot_product_attention
 
     def attention(query, key, value):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value)
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
     return attention
 
@@ -64,11 +70,13 @@ def needs_scores(setting) -> str | None:
 
 AGAINST_EXACT = "against exact attention, which is what it computes"
 
-# name, attention function, refusal
-EXACT = (
-    ("exact-sdpa", on_backend(None), None),
-    ("exact-softmax", softmax_attention, needs_scores),
-    ("exact-flash", on_backend(SDPBackend.FLASH_ATTENTION), cuda_only),
-    ("exact-cudnn", on_backend(SDPBackend.CUDNN_ATTENTION), cuda_only),
-    ("exact-efficient", on_backend(SDPBackend.EFFICIENT_ATTENTION), cuda_only),
-)
+
+def exact_attentions(causal: bool = False) -> tuple:
+    """Name, attention function and refusal of each."""
+    return (
+        ("exact-sdpa", on_backend(None, causal), None),
+        ("exact-softmax", functools.partial(softmax_attention, causal=causal), needs_scores),
+        ("exact-flash", on_backend(SDPBackend.FLASH_ATTENTION, causal), cuda_only),
+        ("exact-cudnn", on_backend(SDPBackend.CUDNN_ATTENTION, causal), cuda_only),
+        ("exact-efficient", on_backend(SDPBackend.EFFICIENT_ATTENTION, causal), cuda_only),
+    )

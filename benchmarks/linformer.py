@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.exact import AGAINST_EXACT, EXACT, merge_heads, softmax_attention_chunked, split_heads
+from benchmarks.exact import AGAINST_EXACT, exact_attentions, merge_heads, softmax_attention_chunked, split_heads
 from benchmarks.nystrom import Given
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models.models.attention_linformer import linformer_attention_reference, project
@@ -190,7 +190,7 @@ def add_contenders(workload: Workload) -> Workload:
                 adopt(setting, layer.weight, weight)
         return Prepared(lambda: module(inputs["hidden_states"]), parameters=tuple(module.parameters()))
 
-    for name, function, refuses in EXACT:
+    for name, function, refuses in exact_attentions():
 
         @workload.contender(
             name,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import causal_linear
-from benchmarks.exact import AGAINST_EXACT, EXACT, merge_heads, softmax_attention_chunked, split_heads
+from benchmarks.exact import AGAINST_EXACT, exact_attentions, merge_heads, softmax_attention_chunked, split_heads
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models import kernels
 from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
@@ -259,7 +259,7 @@ def add_contenders(workload: Workload) -> Workload:
             verify=lambda: by_head(package_module, setting, inputs),
         )
 
-    for name, function, refuses in EXACT:
+    for name, function, refuses in exact_attentions():
 
         @workload.contender(
             name,

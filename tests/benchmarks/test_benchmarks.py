@@ -88,7 +88,9 @@ def test_every_operation_runs_and_is_stored_complete(tmp_path, capsys, options):
             assert set(row["check"]["deviations"]) == compared and (len(compared) > 1) == ("--backward" in options)
         if row["ours"] and who not in ON_A_GPU:
             assert row["status"] == "ok"
-            has_floor = name.startswith("nystrom") or (name != "self-attention" and "--backward" not in options)
+            has_floor = name.startswith(("nystrom", "linear")) or (
+                name != "self-attention" and "--backward" not in options
+            )
             assert bool(row["floor_milliseconds"]) == has_floor
         if who in ON_A_GPU:
             assert row["status"] == "unavailable" and "--device cuda" in row["reason"]
