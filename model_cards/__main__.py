@@ -9,6 +9,7 @@ import argparse
 import functools
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,63 @@ from nystrom_models.training.model_card import FAMILIES
 CARDS = Path(__file__).parent
 ROOT = CARDS.parent
 CONFIGS = ROOT / "configs"
-RESULTS = ROOT / "benchmarks" / "results" / "2026-11-20-cpu-comparison-tiny-256.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
-# The arms of the comparison in RESULTS: the configuration of each, and its label in the card of that configuration.
-ARMS = {
-    "softmax": ("nystromformer/tiny-256-softmax", "as configured"),
-    "nystrom": ("nystromformer/tiny-256", "as configured"),
-    "softmax with the convolution": ("nystromformer/tiny-256", "softmax (`--config_overrides num_landmarks=256`)"),
-    "linformer": ("linformer/tiny-256-k32-layerwise", "as configured"),
-}
 
-# Task and metric in RESULTS, and the name of the data in docs/attention-compared.md.
-COLUMNS = (
+@dataclass(frozen=True)
+class Comparison:
+    """Models that were trained alike.
+
+    file: the file in RESULTS. arms: for each arm of it, the configuration, and its label in that configuration's card.
+    columns: task and metric in the file, and the name of the data in docs/attention-compared.md.
+    """
+
+    file: str
+    arms: dict[str, tuple[str, str]]
+    columns: tuple[tuple[str, str, str], ...]
+
+    @functools.cached_property
+    def path(self) -> Path:
+        return RESULTS / self.file
+
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text(encoding="utf-8"))
+
+
+PRETRAINING = (
     ("pretraining", "mlm_accuracy", "English Wikipedia, MLM"),
     ("pretraining", "sop_accuracy", "English Wikipedia, SOP"),
-    ("sst2", "accuracy", "SST-2"),
-    ("mrpc", "f1", "MRPC"),
-    ("imdb", "accuracy", "IMDB"),
+)
+COMPARISONS = (
+    Comparison(
+        file="2026-11-20-cpu-comparison-tiny-256.json",
+        arms={
+            "softmax": ("nystromformer/tiny-256-softmax", "as configured"),
+            "nystrom": ("nystromformer/tiny-256", "as configured"),
+            "softmax with the convolution": (
+                "nystromformer/tiny-256",
+                "softmax (`--config_overrides num_landmarks=256`)",
+            ),
+            "linformer": ("linformer/tiny-256-k32-layerwise", "as configured"),
+        },
+        columns=(
+            *PRETRAINING,
+            ("sst2", "accuracy", "SST-2"),
+            ("mrpc", "f1", "MRPC"),
+            ("imdb", "accuracy", "IMDB"),
+        ),
+    ),
+    Comparison(
+        file="2026-11-22-pretraining-mini-256.json",
+        arms={
+            "nystrom": ("nystromformer/mini-256", "as configured"),
+            "softmax": ("nystromformer/mini-256", "softmax (`--config_overrides num_landmarks=256`)"),
+            "linformer": ("linformer/mini-256-k64-layerwise", "as configured"),
+            "linear": ("linear_transformer/mini-256", "as configured"),
+        },
+        columns=PRETRAINING,
+    ),
 )
 
 
@@ -50,19 +91,39 @@ def names() -> list[str]:
     )
 
 
-@functools.cache
-def comparison() -> dict[str, Any]:
-    """The content of RESULTS."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
+def comparison_of(name: str) -> Comparison | None:
+    """The comparison of which a configuration is an arm."""
+    return next(
+        (found for found in COMPARISONS if any(config == name for config, _ in found.arms.values())),
+        None,
+    )
 
 
 def results_of(name: str) -> list[tuple[str, list[EvalResult]]]:
     """Labels and scores of the runs of one configuration, the model as configured first."""
-    runs = comparison()["results"]
+    comparison = comparison_of(name)
+    if comparison is None:
+        return []
+    runs = comparison.content["results"]
     return [
-        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in COLUMNS])
-        for arm, (config, label) in ARMS.items()
+        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in comparison.columns])
+        for arm, (config, label) in comparison.arms.items()
         if config == name
+    ]
+
+
+def measured(name: str) -> list[str]:
+    """Where the results of one configuration come from."""
+    comparison = comparison_of(name)
+    if comparison is None:
+        return []
+    source = comparison.content
+    versions = ", ".join(f"{package} {version}" for package, version in source["versions"].items())
+    return [
+        f"Data, commands, and how to read it: the repository's {source['commands']}.",
+        f"Source: `{comparison.path.relative_to(ROOT).as_posix()}`, {source['created']}.",
+        f"Machine: {source['machine']}.",
+        f"Versions: {versions}.",
     ]
 
 
@@ -82,9 +143,6 @@ def _result(task: str, metric: str, data: str, value: float | dict[str, float]) 
 def card(name: str) -> str:
     """The text of one card: `name` is the configuration's family and file, without `.json`."""
     recipes = sorted((CONFIGS / "recipes").glob("*.args"))
-    results = results_of(name)
-    source = comparison()
-    versions = ", ".join(f"{package} {version}" for package, version in source["versions"].items())
     content = configuration_card(
         AutoConfig.from_pretrained(CONFIGS / f"{name}.json"),
         name=name,
@@ -92,15 +150,8 @@ def card(name: str) -> str:
         recipes=[
             f"configs/recipes/{path.name}" for path in recipes if f"{name}.json" in path.read_text(encoding="utf-8")
         ],
-        results=results,
-        measured=[
-            f"Data, commands, and how to read it: the repository's {source['commands']}.",
-            f"Source: `{RESULTS.relative_to(ROOT).as_posix()}`, {source['created']}.",
-            f"Machine: {source['machine']}.",
-            f"Versions: {versions}.",
-        ]
-        if results
-        else [],
+        results=results_of(name),
+        measured=measured(name),
     )
     return str(content).rstrip() + "\n"
 

@@ -32,8 +32,8 @@ from nystrom_models.training.question_answering import QuestionAnsweringArgument
 from nystrom_models.training.token_classification import TokenClassificationArguments
 
 FOLDER = Path(nystrom_models.__file__).parents[2] / "configs"
-# Width and layers.
-SIZES = {"base": (768, 12), "small": (512, 4), "mini": (256, 4), "tiny": (128, 2)}
+# Width and layers; causal models of size mini have one layer more.
+SIZES = {"base": (768, 12), "small": (512, 4), "mini": (256, 3), "tiny": (128, 2)}
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.glob("*former/*.json"))
 
 
@@ -43,13 +43,14 @@ def test_configuration_gives_the_model_its_name_says(name):
     family, stem = name.removesuffix(".json").split("/")
     size, length, *options = stem.split("-")
     assert type(config).__module__.startswith("nystrom_models.") and config.model_type == family
-    assert (config.hidden_size, config.num_hidden_layers) == SIZES[size]
+    layers = config.num_hidden_layers - (size == "mini" and config.is_decoder)
+    assert (config.hidden_size, layers) == SIZES[size]
     # Positions are n - 2 as in the published Nyströmformers, or n as in the Linformer paper. The name of a causal
     # model has the length of its training rows.
     expected = (None,) if config.is_decoder else (int(length) - 2, int(length))
     assert config.max_position_embeddings in expected
     if family == "nystromformer":
-        assert config.num_landmarks == (None if options == ["softmax"] else 32 if size == "tiny" else 64)
+        assert config.num_landmarks == (None if options == ["softmax"] else 32 if size in ("mini", "tiny") else 64)
     elif family == "linear_transformer":
         assert config.feature_map == (None if "softmax" in options else "elu") and config.projected_dim is None
         assert options == ["causal"] * config.is_decoder + ["softmax"] * (config.feature_map is None)
