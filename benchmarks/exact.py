@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.environment import free_memory
+from benchmarks.registry import Inputs, Prepared, Setting, Workload
 
 QUERY_CHUNK = 256
 
@@ -23,6 +25,11 @@ def split_heads(states: Tensor, num_heads: int) -> Tensor:
 def merge_heads(states: Tensor) -> Tensor:
     """(B, H, N, D) -> (B, N, H·D)."""
     return states.transpose(1, 2).flatten(-2)
+
+
+def attend_to_given(function, setting: Setting, inputs: Inputs) -> Tensor:
+    """Attention from given queries, keys and values: (B, N, H·D)."""
+    return merge_heads(function(*(split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))))
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
@@ -71,12 +78,28 @@ def needs_scores(setting) -> str | None:
 AGAINST_EXACT = "against exact attention, which is what it computes"
 
 
-def exact_attentions(causal: bool = False) -> tuple:
-    """Name, attention function and refusal of each."""
-    return (
-        ("exact-sdpa", on_backend(None, causal), None),
-        ("exact-softmax", functools.partial(softmax_attention, causal=causal), needs_scores),
-        ("exact-flash", on_backend(SDPBackend.FLASH_ATTENTION, causal), cuda_only),
-        ("exact-cudnn", on_backend(SDPBackend.CUDNN_ATTENTION, causal), cuda_only),
-        ("exact-efficient", on_backend(SDPBackend.EFFICIENT_ATTENTION, causal), cuda_only),
-    )
+def add_contenders(
+    workload: Workload, attend=attend_to_given, causal: bool = False, names: Sequence[str] | None = None
+) -> None:
+    """Exact attention by each implementation, checked in float64.
+
+    attend: runs an attention function of queries, keys and values on the workload's inputs. names: of the contenders;
+        None for all.
+    """
+    implementations = {
+        "exact-sdpa": (on_backend(None, causal), None),
+        "exact-softmax": (functools.partial(softmax_attention, causal=causal), needs_scores),
+        "exact-flash": (on_backend(SDPBackend.FLASH_ATTENTION, causal), cuda_only),
+        "exact-cudnn": (on_backend(SDPBackend.CUDNN_ATTENTION, causal), cuda_only),
+        "exact-efficient": (on_backend(SDPBackend.EFFICIENT_ATTENTION, causal), cuda_only),
+    }
+
+    def reference(setting: Setting, inputs: Inputs) -> Tensor:
+        return attend(functools.partial(softmax_attention_chunked, causal=causal), setting, inputs)
+
+    for name in names or implementations:
+        function, refuses = implementations[name]
+
+        @workload.contender(name, reference=reference, refuses=refuses, judged=AGAINST_EXACT)
+        def exact(setting, inputs, function=function):
+            return Prepared(lambda: attend(function, setting, inputs))

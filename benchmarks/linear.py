@@ -7,16 +7,9 @@ attention, the splitting and merging of heads is timed for all, and the linear l
 
 from torch import Tensor
 
-from benchmarks import causal_linear
-from benchmarks.exact import (
-    AGAINST_EXACT,
-    exact_attentions,
-    merge_heads,
-    needs_scores,
-    softmax_attention_chunked,
-    split_heads,
-)
-from benchmarks.nystrom import draw_inputs
+from benchmarks import causal_linear, exact
+from benchmarks.exact import attend_to_given, needs_scores
+from benchmarks.nystrom import draw_inputs, least
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models import kernels
 from nystrom_models.models.attention_linear import (
@@ -28,15 +21,11 @@ from nystrom_models.models.attention_linear import (
 )
 
 
-def heads(setting: Setting, inputs: Inputs) -> list[Tensor]:
-    """Queries, keys and values (B, H, N, D)."""
-    return [split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value")]
-
-
 def attend(function, setting: Setting, inputs: Inputs) -> Tensor:
     """Attention by a function of φ(q), φ(k) and v."""
-    query, key, value = heads(setting, inputs)
-    return merge_heads(function(elu_features(query), elu_features(key), value))
+    return attend_to_given(
+        lambda query, key, value: function(elu_features(query), elu_features(key), value), setting, inputs
+    )
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -49,21 +38,14 @@ def causal_readable(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return causal_linear_attention_reference(query, key, value)[0]
 
 
-def causal_reference(setting: Setting, inputs: Inputs) -> Tensor:
-    return causal_linear.reference(setting, inputs)
-
-
 def reference(setting: Setting, inputs: Inputs) -> Tensor:
     """In memory linear in the tokens; `ours-reference`, the paper's formula, is checked against it."""
     return attend(linear_attention, setting, inputs)
 
 
 def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
-    """The minimum: queries, keys and values read once, the context written once; each token's key times its value, and
-    its query times the sum. Backward as in `nystrom.floor`."""
-    numbers = inputs["query"].numel()
-    sequences, passes = (11, 3) if setting.backward else (4, 1)
-    return sequences * numbers * setting.dtype.itemsize, passes * 4 * numbers * setting.head_dim
+    """The minimum: each token's key times its value, and its query times the sum."""
+    return least(setting, inputs, 2 * setting.head_dim)
 
 
 def add_contenders(workload: Workload, ours, readable, is_causal: bool) -> Workload:
@@ -75,15 +57,7 @@ def add_contenders(workload: Workload, ours, readable, is_causal: bool) -> Workl
     def by_the_reference(setting, inputs):
         return Prepared(lambda: attend(readable, setting, inputs))
 
-    def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
-        return merge_heads(softmax_attention_chunked(*heads(setting, inputs), causal=is_causal))
-
-    for name, function, refuses in exact_attentions(causal=is_causal):
-
-        @workload.contender(name, reference=exact_reference, refuses=refuses, judged=AGAINST_EXACT)
-        def exact(setting, inputs, function=function):
-            return Prepared(lambda: merge_heads(function(*heads(setting, inputs))))
-
+    exact.add_contenders(workload, causal=is_causal)
     if is_causal:
         causal_linear.add_contender(workload)
     return workload
@@ -115,7 +89,7 @@ linear_causal = add_contenders(
             kind="op",
             title=f"Causal linear attention, φ = elu + 1 ({SIZES})",
             inputs=draw_inputs,
-            reference=causal_reference,
+            reference=causal_linear.reference,
             baseline="ours",
             floor=floor,
         )

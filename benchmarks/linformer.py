@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.exact import AGAINST_EXACT, exact_attentions, merge_heads, softmax_attention_chunked, split_heads
+from benchmarks import exact
+from benchmarks.exact import merge_heads, split_heads
 from benchmarks.nystrom import Given
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models.models.attention_linformer import linformer_attention_reference, project
@@ -93,10 +94,6 @@ def project_tokens(setting: Setting, inputs: Inputs) -> list[Tensor]:
 
 def attend_exactly(function, setting: Setting, inputs: Inputs) -> Tensor:
     return project_output(function(*project_tokens(setting, inputs)), inputs)
-
-
-def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
-    return attend_exactly(softmax_attention_chunked, setting, inputs)
 
 
 def floor(setting: Setting, inputs: Inputs) -> tuple[int, int] | None:
@@ -190,17 +187,7 @@ def add_contenders(workload: Workload) -> Workload:
                 adopt(setting, layer.weight, weight)
         return Prepared(lambda: module(inputs["hidden_states"]), parameters=tuple(module.parameters()))
 
-    for name, function, refuses in exact_attentions():
-
-        @workload.contender(
-            name,
-            reference=exact_reference,
-            refuses=refuses,
-            judged=AGAINST_EXACT,
-        )
-        def exact(setting, inputs, function=function):
-            return Prepared(lambda: attend_exactly(function, setting, inputs))
-
+    exact.add_contenders(workload, attend_exactly)
     return workload
 
 

@@ -6,6 +6,7 @@ Query, key, value and output projections are the same for all contenders and are
 """
 
 import contextlib
+import functools
 import importlib
 import math
 from types import ModuleType
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import causal_linear
-from benchmarks.exact import AGAINST_EXACT, exact_attentions, merge_heads, softmax_attention_chunked, split_heads
+from benchmarks import causal_linear, exact
+from benchmarks.exact import attend_to_given
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models import kernels
 from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
@@ -54,9 +55,8 @@ def draw_convolution(setting: Setting, generator: torch.Generator) -> Tensor:
 
 def attend(function, setting: Setting, inputs: Inputs) -> Tensor:
     """Attention by a function that also takes the convolution's weight."""
-    query, key, value = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
-    context = function(query, key, value, num_landmarks=setting.num_landmarks, conv_weight=inputs.get("conv_weight"))
-    return merge_heads(context)
+    options = {"num_landmarks": setting.num_landmarks, "conv_weight": inputs.get("conv_weight")}
+    return attend_to_given(functools.partial(function, **options), setting, inputs)
 
 
 def with_convolution(function, value: Tensor, conv_weight: Tensor | None, *arguments, **options) -> Tensor:
@@ -81,11 +81,6 @@ def as_in_a_model(*tensors: Tensor, **options) -> Tensor:
 
 def reference(setting: Setting, inputs: Inputs) -> Tensor:
     return attend(readable, setting, inputs)
-
-
-def exact_reference(setting: Setting, inputs: Inputs) -> Tensor:
-    heads = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
-    return merge_heads(softmax_attention_chunked(*heads))
 
 
 def needs_even_segments(setting: Setting) -> str | None:
@@ -117,15 +112,20 @@ def moved_bytes(setting: Setting, inputs: Inputs) -> Tensor:
 
 
 def floor(setting: Setting, inputs: Inputs) -> tuple[int, int]:
-    """The minimum: queries, keys and values read once, the context written once; four products of each token with M
-    landmarks.
+    """The minimum: four products of each token with M landmarks, and the convolution's."""
+    taps = setting.conv_kernel_size if "conv_weight" in inputs else 0
+    return least(setting, inputs, 4 * setting.num_landmarks + taps)
+
+
+def least(setting: Setting, inputs: Inputs, products: int) -> tuple[int, int]:
+    """The bytes and operations of a minimum: queries, keys and values read once, the context written once, and
+    `products` multiplications for each number of a sequence.
 
     Backward: those three and the context's gradient are also read once, three gradients written; twice the products.
     """
     numbers = inputs["query"].numel()
-    taps = setting.conv_kernel_size if "conv_weight" in inputs else 0
     sequences, passes = (11, 3) if setting.backward else (4, 1)
-    return sequences * numbers * setting.dtype.itemsize, passes * 2 * numbers * (4 * setting.num_landmarks + taps)
+    return sequences * numbers * setting.dtype.itemsize, passes * 2 * numbers * products
 
 
 class Given(nn.Module):
@@ -259,21 +259,7 @@ def add_contenders(workload: Workload) -> Workload:
             verify=lambda: by_head(package_module, setting, inputs),
         )
 
-    for name, function, refuses in exact_attentions():
-
-        @workload.contender(
-            name,
-            reference=exact_reference,
-            refuses=refuses,
-            judged=AGAINST_EXACT,
-        )
-        def exact(setting, inputs, function=function):
-            def call():
-                heads = (split_heads(inputs[name], setting.num_heads) for name in ("query", "key", "value"))
-                return merge_heads(function(*heads))
-
-            return Prepared(call)
-
+    exact.add_contenders(workload)
     causal_linear.add_contender(workload)
     return workload
 

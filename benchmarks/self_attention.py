@@ -13,15 +13,8 @@ convolution. No contender has biases on query, key and value.
 import torch
 from torch import Tensor
 
-from benchmarks import linformer, nystrom
-from benchmarks.exact import (
-    AGAINST_EXACT,
-    QUERY_CHUNK,
-    needs_scores,
-    on_backend,
-    softmax_attention,
-    split_heads,
-)
+from benchmarks import exact, linformer, nystrom
+from benchmarks.exact import QUERY_CHUNK, split_heads
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 
 LANDMARKS = (64, 32)
@@ -137,11 +130,4 @@ def longformer_module(setting, inputs):
     return Prepared(call)
 
 
-for name, function, refuses in (
-    ("exact-softmax", softmax_attention, needs_scores),
-    ("exact-sdpa", on_backend(None), None),
-):
-
-    @self_attention.contender(name, reference=linformer.exact_reference, judged=AGAINST_EXACT, refuses=refuses)
-    def exact(setting, inputs, function=function):
-        return Prepared(lambda: linformer.attend_exactly(function, setting, inputs))
+exact.add_contenders(self_attention, linformer.attend_exactly, names=("exact-softmax", "exact-sdpa"))

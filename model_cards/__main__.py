@@ -37,7 +37,7 @@ class Comparison:
     arms: dict[str, tuple[str, str]]
     columns: tuple[tuple[str, str, str], ...]
 
-    @functools.cached_property
+    @property
     def path(self) -> Path:
         return RESULTS / self.file
 

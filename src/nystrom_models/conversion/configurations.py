@@ -27,7 +27,7 @@ _SAME_FIELDS = (
     "pad_token_id",
 )
 # Fields of every configuration in Transformers that a head's meaning depends on.
-_HEAD_FIELDS = ("id2label", "label2id", "problem_type")
+HEAD_FIELDS = ("id2label", "label2id", "problem_type")
 
 
 def converted_config(
@@ -73,7 +73,7 @@ def converted_config(
     if fields["max_position_embeddings"] is None and known.max_position_embeddings is not None:
         # The source has no limit of length: keep the family's default.
         fields.pop("max_position_embeddings")
-    fields |= {name: getattr(source_config, name) for name in _HEAD_FIELDS}
+    fields |= {name: getattr(source_config, name) for name in HEAD_FIELDS}
     fields |= _family_fields(source_config, config_class)
     if "feature_map" in overrides:
         # The default of use_cache depends on feature_map.

@@ -8,41 +8,11 @@ from transformers import BertConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..models.configuration_nystromformer import NystromformerConfig
+from .configurations import HEAD_FIELDS
+from .sources import HEADS, source_fields, source_kind
 
-# The heads that BERT has, too.
-_HEADS = (
-    "Model",
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-)
-# BERT's pooler and classifier are this package's head for sequence classification.
-_CLASSIFIER = {"classifier.dense.": "bert.pooler.dense.", "classifier.out_proj.": "classifier."}
-# Fields with the same name and meaning.
-_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "initializer_range",
-    "layer_norm_eps",
-    "classifier_dropout",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "id2label",
-    "label2id",
-    "problem_type",
-)
+# Converted to BERT's class of the same name.
+_HEADS = tuple(head for head in HEADS if head not in ("ForCausalLM", "ForMultipleChoice"))
 
 
 def to_bert(model: PreTrainedModel) -> PreTrainedModel:
@@ -68,14 +38,32 @@ def to_bert(model: PreTrainedModel) -> PreTrainedModel:
     config = model.config
     head = type(model).__name__.removeprefix("Nystromformer")
     if not isinstance(config, NystromformerConfig) or head not in _HEADS:
-        raise TypeError(f"{type(model).__name__} has no counterpart in BERT: give a Nystromformer with {_or(_HEADS)}.")
+        raise TypeError(
+            f"{type(model).__name__} is not converted to a BERT: give a Nystromformer with one of {', '.join(_HEADS)}."
+        )
     _check(config, head)
-    bert_config = BertConfig(**{name: getattr(config, name) for name in _FIELDS})
+    shared = source_fields(config) | {name: getattr(config, name) for name in HEAD_FIELDS}
+    known = BertConfig()
+    bert_config = BertConfig(**{name: value for name, value in shared.items() if hasattr(known, name)})
     bert = getattr(transformers, f"Bert{head}")(bert_config)
-    bert.load_state_dict(
-        {_name(name, head): _weight(name, weight, config) for name, weight in model.state_dict().items()}
-    )
+    names, prefix = _names(bert, head), model.base_model_prefix + "."
+    weights = {names[name.removeprefix(prefix)]: weight for name, weight in model.state_dict().items()}
+    positions = names["embeddings.position_embeddings.weight"]
+    weights[positions] = weights[positions][config.first_position :]
+    bert.load_state_dict(weights)
     return bert.to(device=model.device, dtype=model.dtype).eval()
+
+
+def _names(bert: PreTrainedModel, head: str) -> dict[str, str]:
+    """BERT's names of weights by those of this package without prefix, as [`convert`] translates them."""
+    kind, prefix = source_kind(bert.config), bert.base_model_prefix + "."
+    names = {}
+    for name in bert.state_dict():
+        plain = name.removeprefix(prefix)
+        # `convert` drops the next-sentence head, which here is the sentence-order head under the same name.
+        [ours] = kind.targets(plain, head, bert.config) or [plain]
+        names[ours] = name
+    return names
 
 
 def _check(config: NystromformerConfig, head: str) -> None:
@@ -96,20 +84,3 @@ def _check(config: NystromformerConfig, head: str) -> None:
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise ValueError(f"BERT has no counterpart of {name}={getattr(config, name)!r}, only of {value!r}.")
-
-
-def _name(name: str, head: str) -> str:
-    """The name in a BERT of a weight."""
-    if head == "Model":
-        return name
-    renamed = {"nystromformer.": "bert."} | (_CLASSIFIER if head == "ForSequenceClassification" else {})
-    return next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), name)
-
-
-def _weight(name: str, weight: Any, config: NystromformerConfig) -> Any:
-    """BERT's positions begin in the first row of their table."""
-    return weight[config.first_position :] if name.endswith("embeddings.position_embeddings.weight") else weight
-
-
-def _or(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:-1]) + " or " + names[-1]
