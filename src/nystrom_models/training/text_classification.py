@@ -90,8 +90,12 @@ class TextClassificationArguments(FinetuningArguments):
         )
 
 
-def _classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
-    """Ids by label, as labels occur in the data, and the names of the labels in the order of their ids."""
+def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
+    """Ids by label, as labels occur in the data, and the names of the labels in the order of their ids.
+
+    Raises:
+        ValueError: if the training set has fewer than two classes, or floating-point numbers.
+    """
     if task.label_names is not None:
         return _named(list(task.label_names))
     if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
@@ -207,7 +211,7 @@ class TextClassificationRun(FinetuningRun):
         if task.regression:
             config.num_labels, config.problem_type = 1, "regression"
             return None, []
-        ids, names = _classes(task, train_set)
+        ids, names = task_classes(task, train_set)
         config.id2label = dict(enumerate(names))
         config.label2id = {name: i for i, name in enumerate(names)}
         config.problem_type = "multi_label_classification" if task.multi_label else "single_label_classification"
