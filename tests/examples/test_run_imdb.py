@@ -134,10 +134,30 @@ def test_a_new_model_from_a_configuration(checkpoint, write_rows, filler, tmp_pa
         ([*new, "--model_name_or_path", checkpoint], "not both"),
         (new, "A new model needs --tokenizer_name"),
         ([*new, "--tokenizer_name", checkpoint, "--no_do_train"], "--no_do_train evaluates a finished model"),
-        (
-            ["--model_name_or_path", checkpoint, *new[2:]],
-            "--config_overrides changes the configuration of a new model",
-        ),
     ):
         with pytest.raises(ValueError, match=message):
             run_imdb.main([*options, *fast])
+
+
+def test_fields_of_a_pretrained_model_are_changed(checkpoint, write_rows, filler, tmp_path):
+    """Fields without weights are changed, and saved; fields that would need other weights are refused."""
+    file = write_rows([{"text": f"{filler(9, i)} {'bad' if i % 2 else 'good'}", "label": i % 2} for i in range(32)])
+    data = ["--train_file", file, "--validation_file", file, "--max_train_steps", "1"]
+    command = ["--model_name_or_path", checkpoint, *data, "--cache_dir", str(tmp_path / "cache")]
+    output = ["--output_dir", str(tmp_path / "output")]
+    fields = "classifier_pooling=mean,hidden_dropout_prob=0.25"
+    run_imdb.main([*command, *output, "--config_overrides", fields])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "output").eval()
+    assert (model.config.classifier_pooling, model.config.hidden_dropout_prob) == ("mean", 0.25)
+    ids = torch.randint(5, 20, (1, 8))
+    states = model.base_model(ids).last_hidden_state.mean(1)
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, model.classifier(states), atol=1e-6)
+    for fields, error, message in (
+        ("num_hidden_layers=9", ValueError, r"--config_overrides num_hidden_layers=9: .* has no weights for nystrom"),
+        ("clasifier_pooling=mean", ValueError, "--config_overrides 'clasifier_pooling=mean'"),
+        ("classifier_pooling=max", ValueError, "classifier_pooling"),
+        ("hidden_size=64", RuntimeError, "ignore_mismatched_sizes"),
+    ):
+        with pytest.raises(error, match=message):
+            run_imdb.main([*command, "--output_dir", str(tmp_path / "other"), "--config_overrides", fields])

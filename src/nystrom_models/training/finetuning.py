@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
-from .language_modeling import read_config, row_loader
+from .language_modeling import override, read_config, row_loader
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
@@ -56,7 +56,8 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
     config_overrides: str | None = field(
         default=None,
         metadata={
-            "help": "With --config_name: fields of the configuration to change: hidden_size=128,num_landmarks=32"
+            "help": "Fields of the configuration to change: classifier_pooling=mean,hidden_dropout_prob=0.1 for any "
+            "model; hidden_size=128,num_hidden_layers=2 for a new one."
         },
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
@@ -87,8 +88,6 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
             raise ValueError("A new model needs --tokenizer_name; examples/train_tokenizer.py trains one.")
         if self.config_name is not None and not self.do_train:
             raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
-        if self.config_overrides is not None and self.config_name is None:
-            raise ValueError("--config_overrides changes the configuration of a new model: give --config_name.")
         if self.grid is not None and self.push_to_hub:
             raise ValueError("--grid trains many models: leave out --push_to_hub, and upload the best one.")
         if self.grid is not None and not self.do_train:
@@ -107,7 +106,8 @@ def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, 
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(name, **remote)
     if args.model_name_or_path is not None:
-        return AutoConfig.from_pretrained(args.model_name_or_path, **remote), tokenizer
+        config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
+        return override(config, args.config_overrides), tokenizer
     names = {"bos_token_id": "cls_token_id", "pad_token_id": "pad_token_id", "eos_token_id": "sep_token_id"}
     ids = {field_name: getattr(tokenizer, token) for field_name, token in names.items()}
     wanted = "a configuration of this package, such as configs/nystromformer/base-512.json"
@@ -181,6 +181,16 @@ class FinetuningRun(ABC):
                 f"--no_do_train needs a model that was fine-tuned: {args.model_name_or_path} has no "
                 f"{', '.join(sorted(loaded['missing_keys']))}."
             )
+        if args.config_overrides is not None:
+            # Of the base model, only a pooler may be new: some checkpoints have none.
+            base = f"{model.base_model_prefix}."
+            new = [key for key in loaded["missing_keys"] if key.startswith(base) and ".pooler." not in key]
+            if new:
+                raise ValueError(
+                    f"--config_overrides {args.config_overrides}: {args.model_name_or_path} has no weights for "
+                    f"{', '.join(sorted(new)[:3])}, so that they would be random. Such fields are for a new model, "
+                    "with --config_name."
+                )
         return model
 
     @abstractmethod

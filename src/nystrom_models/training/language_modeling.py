@@ -4,12 +4,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.loading import Collator, RowLoader, TrainingLoader
 from ..models.configuration_base import BaseConfig
@@ -19,6 +19,7 @@ from .optimization import OptimizationArguments
 from .run import Scores, final_scores, finish_run, start_trackers, train_model
 
 Documents = Mapping[str, Dataset | IterableDataset]
+Config = TypeVar("Config", bound=PretrainedConfig)
 
 
 @dataclass(kw_only=True)
@@ -92,12 +93,7 @@ def read_config(
     config = AutoConfig.from_pretrained(name)
     if not isinstance(config, BaseConfig):
         raise ValueError(f"{name} is a {config.model_type!r} configuration: --config_name must name {wanted}.")
-    if args.config_overrides is not None:
-        try:
-            config.update_from_string(args.config_overrides)
-        except (AttributeError, ValueError) as error:
-            raise ValueError(f"--config_overrides {args.config_overrides!r}: {error}.") from error
-        config = type(config).from_dict(config.to_dict())  # checks the fields together
+    config = override(config, args.config_overrides)
     if args.model_name_or_path is None:
         config.vocab_size = len(tokenizer)
     elif len(tokenizer) > config.vocab_size:
@@ -108,6 +104,21 @@ def read_config(
     for field_name, token_id in token_ids.items():
         setattr(config, field_name, token_id)
     return config
+
+
+def override(config: Config, overrides: str | None) -> Config:
+    """The configuration with the fields of --config_overrides.
+
+    Raises:
+        ValueError: if there is no such field, or the fields do not fit together.
+    """
+    if overrides is None:
+        return config
+    try:
+        config.update_from_string(overrides)
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"--config_overrides {overrides!r}: {error}.") from error
+    return type(config).from_dict(config.to_dict())  # checks the fields together
 
 
 def load_weights_from(auto_class: Any, args: LanguageModelingArguments, config: BaseConfig) -> PreTrainedModel:
