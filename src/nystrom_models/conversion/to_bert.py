@@ -12,7 +12,7 @@ from .configurations import HEAD_FIELDS
 from .sources import HEADS, source_fields, source_kind
 
 # Converted to BERT's class of the same name.
-_HEADS = tuple(head for head in HEADS if head not in ("ForCausalLM", "ForMultipleChoice"))
+_HEADS = tuple(head for head in HEADS if head != "ForCausalLM")
 
 
 def to_bert(model: PreTrainedModel) -> PreTrainedModel:
@@ -24,8 +24,9 @@ def to_bert(model: PreTrainedModel) -> PreTrainedModel:
 
     Args:
         model: a Nyströmformer (`NystromformerModel`, or `...ForPreTraining`, `ForMaskedLM`,
-            `ForSequenceClassification`, `ForTokenClassification`, `ForQuestionAnswering`) with `num_landmarks=None`
-            and `conv_kernel_size=None`.
+            `ForSequenceClassification`, `ForTokenClassification`, `ForQuestionAnswering`, `ForMultipleChoice`) with
+            `num_landmarks=None` and `conv_kernel_size=None`; the classifiers of sequences and choices with
+            `classifier_activation="tanh"`.
 
     Returns:
         The `transformers.Bert...` model with the same head, in evaluation mode, with copies of the weights in their
@@ -73,8 +74,10 @@ def _check(config: NystromformerConfig, head: str) -> None:
         "layer_norm_position": "post",
         "embedding_size": None,
     }
+    if head in ("ForSequenceClassification", "ForMultipleChoice"):
+        expected |= {"classifier_activation": "tanh", "classifier_pooling": "first"}
     if head == "ForSequenceClassification":
-        expected |= {"classifier_activation": "tanh", "classifier_pooling": "first", "dual_encoder": False}
+        expected |= {"dual_encoder": False}
     longest = config.max_position_embeddings
     if not all(number is None or number >= longest for number in config.landmarks_by_layer):
         raise ValueError(
