@@ -13,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import nystrom_models
-from nystrom_models.training import create_accelerator
+from nystrom_models.training import create_accelerator, launch
 from nystrom_models.training.launch import launched_processes
 from tests.training import processes
 
@@ -119,3 +119,16 @@ def test_a_process_that_is_alone_already(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"2 processes were launched \(WORLD_SIZE\).*ACCELERATE_USE_CPU=true"):
         create_accelerator()
+
+
+@pytest.mark.filterwarnings("error:--mixed_precision")
+def test_half_precision_that_is_slow_is_said(monkeypatch):
+    monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(UserWarning, match="this CPU has no instructions for bfloat16"):
+        create_accelerator("bf16", cpu=True)
+    monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: True)
+    create_accelerator("bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: False)
+    create_accelerator("no", cpu=True)

@@ -2,6 +2,7 @@
 """The processes of a run: all that were launched work together, or an error says what to set."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
+
+from .processor import has_fast_bfloat16
 
 # MPI launchers on one machine do not set the address at which the processes meet: it is this machine.
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
@@ -74,6 +77,12 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
         raise RuntimeError(
             f"{sharding[0].value} was requested, but Accelerate would train without it: it shards only on GPUs, in "
             "processes that torchrun or `accelerate launch` started. Use another file of configs/accelerate/."
+        )
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16" and not has_fast_bfloat16():
+        warnings.warn(
+            "--mixed_precision bf16 makes training slower here: this CPU has no instructions for bfloat16. Use "
+            "--mixed_precision no.",
+            stacklevel=2,
         )
     if size != accelerator.num_processes and (size > 1 or accelerator.num_processes > 1):
         hint = (

@@ -2,10 +2,14 @@
 """Muon for the matrices of the layers and AdamW for all other parameters, as one optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .processor import has_fast_bfloat16
 
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -24,6 +28,20 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
+class _Float32(TorchFunctionMode):
+    """Within it, `Tensor.bfloat16` gives a copy in float32. PyTorch's Muon orthogonalizes what this method returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))
+
+
+def _precision(matrix: torch.Tensor) -> AbstractContextManager:
+    """How Muon orthogonalizes: in bfloat16, as it was made, except on a CPU that is slow at this."""
+    return _Float32() if matrix.device.type == "cpu" and not has_fast_bfloat16() else nullcontext()
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """PyTorch's `Muon` (Jordan et al. 2024) for matrices, and its `AdamW` for groups of other parameters.
 
@@ -35,6 +53,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         others: parameter groups of AdamW, with their options.
         lr: learning rate of both. weight_decay: that of the matrices.
         adamw: further options of AdamW.
+
+    Matrices are orthogonalized in bfloat16; on a CPU without instructions for it, in float32.
 
     Its groups and state combine those of the two optimizers, so that schedules, checkpoints and Accelerate see one
     optimizer.
@@ -74,6 +94,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts:
-            part.step()
+        muon, adamw = self.parts
+        with _precision(muon.param_groups[0]["params"][0]):
+            muon.step()
+        adamw.step()
         return loss

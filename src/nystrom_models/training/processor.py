@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processor computes fast."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def has_fast_bfloat16() -> bool:
+    """Whether PyTorch multiplies matrices in bfloat16 by instructions of this CPU: AVX-512 BF16 or AMX.
+
+    Without them, such products take several times as long as in float32 where they are emulated (AVX-512 alone), and
+    tens of times as long elsewhere. False if PyTorch does not tell.
+    """
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
