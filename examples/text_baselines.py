@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from scipy import sparse
-from sklearn.base import BaseEstimator, clone
+from sklearn.base import BaseEstimator
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -113,8 +113,8 @@ def label_values(task: TextTask, ids: dict[Any, int] | None, rows: Dataset) -> n
     labels = list(rows[task.label_column])
     if ids is None:
         return np.array(labels, dtype=np.float32)
-    if unknown := {str(label) for label in labels} - {str(label) for label in ids}:
-        raise ValueError(f"The training set has no row with the label {', '.join(sorted(unknown))}.")
+    if unknown := sorted({str(label) for label in labels if label not in ids}):
+        raise ValueError(f"The training set has no row with the label {', '.join(unknown)}.")
     return np.array([ids[label] for label in labels])
 
 
@@ -161,7 +161,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
     inputs = features(train_set)
     constant = DummyRegressor() if task.regression else DummyClassifier(strategy="prior")
     models = {
-        "constant prediction": clone(constant).fit(inputs, labels),
+        "constant prediction": constant.fit(inputs, labels),
         "tf-idf and a linear model": fit(task, inputs, labels, arguments.seed),
     }
     results: dict[str, dict[str, dict[str, float]]] = {}
