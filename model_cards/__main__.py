@@ -30,12 +30,10 @@ class Comparison:
     """Models that were trained alike.
 
     file: the file in RESULTS. arms: for each arm of it, the configuration, and its label in that configuration's card.
-    columns: task and metric in the file, and the name of the data in docs/attention-compared.md.
     """
 
     file: str
     arms: dict[str, tuple[str, str]]
-    columns: tuple[tuple[str, str, str], ...]
 
     @property
     def path(self) -> Path:
@@ -46,9 +44,13 @@ class Comparison:
         return json.loads(self.path.read_text(encoding="utf-8"))
 
 
-PRETRAINING = (
+# Task and metric in the files, and the name of the data in docs/attention-compared.md.
+COLUMNS = (
     ("pretraining", "mlm_accuracy", "English Wikipedia, MLM"),
     ("pretraining", "sop_accuracy", "English Wikipedia, SOP"),
+    ("sst2", "accuracy", "SST-2"),
+    ("mrpc", "f1", "MRPC"),
+    ("imdb", "accuracy", "IMDB"),
 )
 COMPARISONS = (
     Comparison(
@@ -62,22 +64,15 @@ COMPARISONS = (
             ),
             "linformer": ("linformer/tiny-256-k32-layerwise", "as configured"),
         },
-        columns=(
-            *PRETRAINING,
-            ("sst2", "accuracy", "SST-2"),
-            ("mrpc", "f1", "MRPC"),
-            ("imdb", "accuracy", "IMDB"),
-        ),
     ),
     Comparison(
-        file="2026-11-22-pretraining-mini-256.json",
+        file="2026-11-22-comparison-mini-256.json",
         arms={
             "nystrom": ("nystromformer/mini-256", "as configured"),
             "softmax": ("nystromformer/mini-256", "softmax (`--config_overrides num_landmarks=256`)"),
             "linformer": ("linformer/mini-256-k64-layerwise", "as configured"),
             "linear": ("linear_transformer/mini-256", "as configured"),
         },
-        columns=PRETRAINING,
     ),
 )
 
@@ -106,7 +101,7 @@ def results_of(name: str) -> list[tuple[str, list[EvalResult]]]:
         return []
     runs = comparison.content["results"]
     return [
-        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in comparison.columns])
+        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in COLUMNS])
         for arm, (config, label) in comparison.arms.items()
         if config == name
     ]

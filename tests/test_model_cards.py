@@ -58,7 +58,7 @@ def test_every_reported_run_is_on_the_card_of_its_configuration_and_on_the_page(
     page = (cards.ROOT / "docs" / "attention-compared.md").read_text(encoding="utf-8")
     for arm, (name, _) in comparison.arms.items():
         text = (cards.CARDS / f"{name}.md").read_text(encoding="utf-8")
-        for task, metric, _ in comparison.columns:
+        for task, metric, _ in cards.COLUMNS:
             scores = runs[arm][task][metric]
             spread = isinstance(scores, dict)
             cell = f"{100 * scores['mean']:.1f} ± {100 * scores['std']:.1f}" if spread else f"{100 * scores:.1f}"
@@ -71,7 +71,7 @@ def test_results_are_in_the_metadata():
     found = {result.dataset_name: result.metric_value for result in card.data.eval_results}
     [first, _] = cards.COMPARISONS
     runs = first.content["results"]
-    assert found["SST-2"] == round(runs["nystrom"]["sst2"]["accuracy"]["mean"], 6) and len(found) == len(first.columns)
+    assert found["SST-2"] == round(runs["nystrom"]["sst2"]["accuracy"]["mean"], 6) and len(found) == len(cards.COLUMNS)
 
 
 def test_rows_of_results_with_other_columns_are_refused():

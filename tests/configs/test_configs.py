@@ -107,7 +107,7 @@ def test_recipe_is_taken_by_its_script(path, monkeypatch, tmp_path):
         flags += ["--model_name_or_path", "x"]
         arguments, optimization = parse_arguments((types[script], FinetuningOptimizationArguments), flags)
         points = parse_grid(arguments.grid or [], arguments, optimization)
-        if "tiny" in path.stem:
+        if "tiny" in path.stem or "mini" in path.stem:
             assert points == {"seed": [0, 1, 2]}
         elif script in ("examples/run_ner.py", "examples/run_qa.py"):
             assert optimization.learning_rate == 5e-5 or points["learning_rate"] == [2e-5, 3e-5, 5e-5]
@@ -191,7 +191,7 @@ def test_recipe_runs(path, material, tmp_path, monkeypatch):
         flags += ["--model_name_or_path", f"{material}/model", "--train_file", f"{material}/rows.json"]
         flags += ["--validation_file", f"{material}/rows.json"]
         flags += ["--task_name", "sst2"] * (path.stem == "finetuning-glue")
-        flags += ["--grid", "seed=0,1"] * ("grid" in path.stem or "tiny" in path.stem)
+        flags += ["--grid", "seed=0,1"] * any(word in path.stem for word in ("grid", "tiny", "mini"))
         results = script.main(flags)
         scores = results["best"]["validation"] if "best" in results else results["validation"]
         assert ("exact_match" if script is run_qa else "accuracy") in scores
