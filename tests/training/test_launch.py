@@ -132,3 +132,4 @@ def test_half_precision_that_is_slow_is_said(monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: False)
     create_accelerator("no", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
