@@ -29,27 +29,22 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import train_test_split
 
 from nystrom_models.data import TextTask
-from nystrom_models.data.classification import require_column
+from nystrom_models.data.classification import check_labels, encoded_labels, require_column
 from nystrom_models.data.glue import GLUE_TASKS, load_glue
 from nystrom_models.data.glue_files import load_glue_files
 from nystrom_models.training.arguments import DataArguments, parse_arguments
 from nystrom_models.training.splits import load_data, load_splits, sample
-from nystrom_models.training.text_classification import evaluate_predictions, task_classes
+from nystrom_models.training.text_classification import TextColumnArguments, evaluate_predictions, task_classes
 
 # Inverse strengths of the regularization; for Ridge, alpha is 1 / C.
 STRENGTHS = (0.1, 1.0, 10.0, 100.0)
 
 
 @dataclass(kw_only=True)
-class BaselineArguments(DataArguments):
+class BaselineArguments(DataArguments, TextColumnArguments):
     """The data, with the flags of run_glue.py and run_imdb.py."""
 
     task_name: str | None = field(default=None, metadata={"help": f"GLUE task: {', '.join(GLUE_TASKS)}."})
-    text_column_names: list[str] | None = field(
-        default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
-    )
-    label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
-    do_regression: bool = field(default=False, metadata={"help": "The label is a number, not a class."})
     seed: int = field(default=0, metadata={"help": "Seed of the samples."})
     output_file: str | None = field(default=None, metadata={"help": "JSON file for the scores."})
 
@@ -62,14 +57,7 @@ class BaselineArguments(DataArguments):
 
     def task(self) -> TextTask:
         """The GLUE task, or that of the columns."""
-        if self.task_name is not None:
-            return GLUE_TASKS[self.task_name]
-        return TextTask(
-            tuple(self.text_column_names or ("text",)),
-            self.label_column_name,
-            regression=self.do_regression,
-            metric="regression" if self.do_regression else "classification",
-        )
+        return self.text_task() if self.task_name is None else GLUE_TASKS[self.task_name]
 
     def splits(self) -> dict[str, Dataset]:
         """The training set and the validation sets."""
@@ -108,14 +96,11 @@ class Features:
         return sparse.hstack([abs(first - second), product, product.sum(1)]).tocsr()
 
 
-def label_values(task: TextTask, ids: dict[Any, int] | None, rows: Dataset) -> np.ndarray:
+def label_values(task: TextTask, ids: dict[Any, int] | None, rows: Dataset, where: str) -> np.ndarray:
     """Labels (rows,): numbers, or ids of classes."""
-    labels = list(rows[task.label_column])
-    if ids is None:
-        return np.array(labels, dtype=np.float32)
-    if unknown := sorted({str(label) for label in labels if label not in ids}):
-        raise ValueError(f"The training set has no row with the label {', '.join(unknown)}.")
-    return np.array([ids[label] for label in labels])
+    check_labels(rows, task.label_column, ids, task.regression, None, where)
+    labels = encoded_labels(rows, task.label_column, rows[task.label_column], ids, task.regression, None, where)
+    return np.array(labels, dtype=np.float32 if task.regression else np.int64)
 
 
 def scores(task: TextTask, model: BaseEstimator, features: Any, labels: np.ndarray) -> dict[str, float]:
@@ -156,7 +141,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
             require_column(rows, column, f"the {name} set")
     train_set = splits.pop("train")
     ids = None if task.regression else task_classes(task, train_set)[0]
-    labels = label_values(task, ids, train_set)
+    labels = label_values(task, ids, train_set, "the train set")
     features = Features(task.text_columns, train_set)
     inputs = features(train_set)
     constant = DummyRegressor() if task.regression else DummyClassifier(strategy="prior")
@@ -167,7 +152,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name, rows in splits.items():
         print(f"{name}: {len(rows):,} rows, trained on {len(train_set):,}")
-        known, inputs = label_values(task, ids, rows), features(rows)
+        known, inputs = label_values(task, ids, rows, f"the {name} set"), features(rows)
         results[name] = {baseline: scores(task, model, inputs, known) for baseline, model in models.items()}
         for baseline, values in results[name].items():
             print(f"  {baseline:<26}" + ", ".join(f"{metric} {value:.4f}" for metric, value in values.items()))

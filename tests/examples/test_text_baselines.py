@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import text_baselines
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 from sklearn.metrics import f1_score
 
 
@@ -36,6 +36,19 @@ def test_a_constant_and_words(reviews, tmp_path, capsys):
     assert scores["tf-idf and a linear model"]["accuracy"] == 1
     assert json.loads(saved.read_text()) == {"validation": scores}
     assert "validation: 40 rows, trained on 400" in capsys.readouterr().out
+
+
+def test_classes_with_names_and_numbers(reviews, tmp_path):
+    """As data sets of the Hub have them: labels are numbers, which have names."""
+    for split, file in zip(("train", "test"), reviews, strict=True):
+        features = Features({"text": Value("string"), "label": ClassLabel(names=["good", "bad"])})
+        Dataset.from_json(file, cache_dir=str(tmp_path / "cache")).cast(features).to_parquet(
+            tmp_path / "reviews" / f"{split}.parquet"
+        )
+    data = ["--dataset_name", f"{tmp_path}/reviews", "--validation_split", "test", "--cache_dir", f"{tmp_path}/cache"]
+    scores = text_baselines.main(data)["validation"]
+    assert scores["constant prediction"]["accuracy"] == 0.75
+    assert scores["tf-idf and a linear model"]["accuracy"] == 1
 
 
 def test_glue_files_and_their_metrics(write_rows, filler):
@@ -91,5 +104,7 @@ def test_wrong_input_is_refused(reviews, write_rows):
     with pytest.raises(ValueError, match="has no column 'review'"):
         text_baselines.main(flags(reviews, "--text_column_names", "review"))
     other = write_rows([{"text": "good", "label": "mixed"}])
-    with pytest.raises(ValueError, match="no row with the label mixed"):
+    with pytest.raises(
+        ValueError, match=r"the validation set contains \['mixed'\], not among the labels \['bad', 'good'\]"
+    ):
         text_baselines.main(flags((reviews[0], other)))

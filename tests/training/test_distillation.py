@@ -197,7 +197,7 @@ def test_gradients_flow_only_where_they_should(family, fields, trained, bert, ba
     # A key's bias adds the same to all scores of a softmax; and rows of positions and types that do not occur.
     assert everything - reached(taught)[0] <= {n for n in everything if n.endswith("key.bias")}
     assert student.training and all(p.requires_grad for p in student.parameters())
-    assert not any(p.requires_grad or p.grad is not None for p in objective.objective.teacher.model.parameters())
+    assert not any(p.requires_grad or p.grad is not None for p in objective.teacher.model.parameters())
 
 
 @pytest.mark.parametrize(

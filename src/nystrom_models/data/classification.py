@@ -153,7 +153,7 @@ def classification_dataset(
         raise ValueError(f"A model with dual_encoder=True needs two text columns, but they are {text_columns}.")
     _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, doc_stride, where, apart)
     if label_column is not None:
-        _check_labels(dataset, label_column, ids, regression, label_delimiter, where)
+        check_labels(dataset, label_column, ids, regression, label_delimiter, where)
 
     def build_rows(batch, indices):
         texts = [batch[column] for column in text_columns]
@@ -162,17 +162,9 @@ def classification_dataset(
         else:
             rows = _tokenized(texts, tokenizer, max_length, truncation_strategy, doc_stride)
         if label_column is not None:
-            labels = batch[label_column]
-            if regression:
-                labels = [float(label) for label in labels]
-                if not all(map(math.isfinite, labels)):
-                    raise ValueError(f"The column {label_column!r} of {where} holds a label that is not finite.")
-            elif ids is not None:
-                labels = _label_values(dataset, label_column, labels, label_delimiter)
-                if label_delimiter is None:
-                    labels = [ids[label] for label in labels]
-                else:
-                    labels = [[float(name in row) for name in ids] for row in map(set, labels)]
+            labels = encoded_labels(
+                dataset, label_column, batch[label_column], ids, regression, label_delimiter, where
+            )
             rows["labels"] = [labels[i] for i in rows["document"]]
         rows["length"] = [sum(map(len, row)) if apart else len(row) for row in rows["input_ids"]]
         rows["document"] = [indices[i] for i in rows["document"]]
@@ -217,7 +209,33 @@ def _check_texts(
             raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
 
 
-def _check_labels(
+def encoded_labels(
+    dataset: Dataset,
+    label_column: str,
+    labels: Sequence[Any],
+    ids: Mapping[Hashable, int] | None,
+    regression: bool,
+    label_delimiter: str | None,
+    where: str,
+) -> list[Any]:
+    """Labels of rows of a data set as [`classification_dataset`] gives them, whose arguments and errors these are.
+
+    labels: those of the rows, after [`check_labels`]. ids: by label; None if labels are ids.
+    """
+    if regression:
+        numbers = [float(label) for label in labels]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"The column {label_column!r} of {where} holds a label that is not finite.")
+        return numbers
+    if ids is None:
+        return list(labels)
+    values = _label_values(dataset, label_column, labels, label_delimiter)
+    if label_delimiter is None:
+        return [ids[label] for label in values]
+    return [[float(name in row) for name in ids] for row in map(set, values)]
+
+
+def check_labels(
     dataset: Dataset,
     label_column: str,
     ids: Mapping[Hashable, int] | None,

@@ -300,26 +300,6 @@ class AttentionMatchingObjective(Objective):
                 attention.train(training)
 
 
-class TaughtObjective(Objective):
-    """Matches the attention in the first steps, and everything afterwards.
-
-    Args:
-        matching: the objective of the first steps.
-        objective: the objective of the steps that follow.
-        preparation: number and learning rate of the first steps.
-    """
-
-    def __init__(
-        self, matching: AttentionMatchingObjective, objective: DistillationObjective, preparation: Preparation
-    ):
-        self.matching, self.objective, self.preparation = matching, objective, preparation
-
-    def at_step(self, step: int) -> Objective:
-        """As `Objective.at_step`."""
-        assert self.preparation is not None
-        return self.matching if step < self.preparation.steps else self.objective
-
-
 def with_teacher(
     objective: Objective,
     teacher: Teacher,
@@ -355,10 +335,10 @@ def with_teacher(
         )
     teacher.to(accelerator.device)
     taught = DistillationObjective(objective, teacher, accelerator, args)
-    if not steps:
-        return taught
-    preparation = Preparation(steps, args.attention_matching_learning_rate or 0.0)
-    return TaughtObjective(AttentionMatchingObjective(teacher, accelerator, only_added), taught, preparation)
+    if steps:
+        matching = AttentionMatchingObjective(teacher, accelerator, only_added)
+        taught.preparation = Preparation(steps, args.attention_matching_learning_rate or 0.0, matching)
+    return taught
 
 
 def _check_layers(teacher: Teacher, model: PreTrainedModel, compared: list[str], steps: int) -> None:

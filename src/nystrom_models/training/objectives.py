@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses to train on and scores to report: the only difference between pretraining and fine-tuning in the loop."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ Batch = Mapping[str, Tensor]
 
 
 class Preparation(NamedTuple):
-    """The first steps of a run, before its schedule begins: their number and their constant learning rate."""
+    """The first steps of a run, before its schedule begins: their number, constant learning rate and objective."""
 
     steps: int
     learning_rate: float
+    objective: "Objective"
 
 
-class Objective:
+class Objective(ABC):
     """Losses to train on, and scores to report.
 
     A loss is a mean over some number of targets. The number must be known before the forward pass, so that
@@ -34,28 +36,29 @@ class Objective:
     preparation: Preparation | None = None
 
     def at_step(self, step: int) -> "Objective":
-        """The objective of a step, counted from 0; by default this one."""
-        return self
+        """The objective of a step, counted from 0: this one, after those of the preparation."""
+        first = self.preparation
+        return self if first is None or step >= first.steps else first.objective
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Runs the model, as prepared by Accelerate, and returns the argument of [`losses`] and [`scores`]."""
         return model(**batch)
 
+    @abstractmethod
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """For each loss of `batch` the number of targets that it is a mean over, int64 of shape ()."""
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(self, outputs: Any) -> dict[str, Tensor]:
         """The losses, of shape (), with the names of [`num_targets`]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """For each score the sums by row and the numbers of targets by row, both of shape (B,). The score of a data
         set is the total sum over the total number.
 
         `with_loss=False` leaves out the values that [`losses`] returns.
         """
-        raise NotImplementedError
 
 
 def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,31 @@ from .scores import predict
 
 
 @dataclass(kw_only=True)
-class TextClassificationArguments(FinetuningArguments):
-    """The columns of texts and labels, their meaning, and the part of a long text that is read."""
+class TextColumnArguments:
+    """The columns of texts and labels."""
 
     text_column_names: list[str] | None = field(
         default=None, metadata={"help": "Column of the text, or the two columns of a pair."}
     )
     label_column_name: str = field(default="label", metadata={"help": "Column of the label."})
+    do_regression: bool = field(default=False, metadata={"help": "The label is a number, not a class."})
+
+    def text_task(self) -> TextTask:
+        """The task of data that are not a known benchmark."""
+        metric, best = ("regression", "mse") if self.do_regression else ("classification", "accuracy")
+        columns = tuple(self.text_column_names or ("text",))
+        return TextTask(
+            columns, self.label_column_name, regression=self.do_regression, metric=metric, best_metric=best
+        )
+
+
+@dataclass(kw_only=True)
+class TextClassificationArguments(FinetuningArguments, TextColumnArguments):
+    """The meaning of labels, and the part of a long text that is read."""
+
     label_delimiter: str = field(
         default=",", metadata={"help": "With --multi_label: separator of the labels, if they are given as one text."}
     )
-    do_regression: bool = field(default=False, metadata={"help": "The label is a number, not a class."})
     multi_label: bool = field(
         default=False, metadata={"help": "A row has any number of labels: a list, or a text with a separator."}
     )
@@ -73,21 +87,12 @@ class TextClassificationArguments(FinetuningArguments):
         return TextClassificationRun
 
     def text_task(self) -> TextTask:
-        """The task of data that are not a known benchmark."""
-        metric, best = "classification", "accuracy"
-        if self.do_regression:
-            metric, best = "regression", "mse"
-        elif self.multi_label:
-            metric, best = "multi_label", "micro_f1"
-        return TextTask(
-            tuple(self.text_column_names or ("text",)),
-            self.label_column_name,
-            regression=self.do_regression,
-            multi_label=self.multi_label,
-            label_delimiter=self.label_delimiter,
-            metric=metric,
-            best_metric=best,
-        )
+        """As `TextColumnArguments.text_task`; a row may have several labels."""
+        task = super().text_task()
+        if not self.multi_label:
+            return task
+        task = replace(task, metric="multi_label", best_metric="micro_f1")
+        return replace(task, multi_label=True, label_delimiter=self.label_delimiter)
 
 
 def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
