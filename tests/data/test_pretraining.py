@@ -46,14 +46,44 @@ def test_rows_follow_each_other_and_lose_nothing(documents, rows, tokenizer):
     assert list(rows["index"]) == list(range(len(rows)))
 
 
-def test_rows_are_full_but_for_the_last_of_a_document(tokenizer):
-    """With any lengths of sentences, a row ends between words."""
-    text = " ".join(f"Sentence {i} about the compute data of the default dtype." for i in range(300))
+def test_a_row_has_as_many_whole_sentences_as_it_can(tokenizer):
+    text = " ".join(f"Sentence {'data ' * (i % 5)}of the default dtype." for i in range(300))
+    rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0)
+    sentences = [np.split(row["input_ids"], row["sentence_starts"]) for row in rows]
+    for row, following in zip(sentences, sentences[1:], strict=False):
+        texts = [tokenizer.decode(sentence) for sentence in row]
+        assert all(re.fullmatch(r"sentence [a-z ]+\.", text) for text in texts), texts
+        assert sum(map(len, [*row, following[0]])) + 3 > MAX_LENGTH
+    assert len({len(row) for row in sentences}) > 1
+
+
+def test_a_sentence_longer_than_a_row_is_cut_between_words_and_gives_no_order(tokenizer):
+    """Half a sentence at the end of the first segment would show that the pair is swapped."""
+    text = (
+        "The mean. The sum. " + "The data " * 2 * MAX_LENGTH + "end. The axis. " + "The mean. The sum. " * MAX_LENGTH
+    )
     rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0, with_word_starts=True)
-    lengths = np.array(rows["length"])[:-1]
-    assert lengths.min() >= MAX_LENGTH - 8  # the longest word is a few tokens
-    assert lengths.mean() > 0.95 * MAX_LENGTH
+    texts = [tokenizer.decode(row["input_ids"]) for row in rows]
+    first = next(i for i, text in enumerate(texts) if "data" in text)
+    last = next(i for i, text in enumerate(texts) if "end" in text)
+    assert first == 1 and last > 3
+    assert [len(row["sentence_starts"]) > 0 for row in rows] == [not first <= i <= last for i in range(len(rows))]
+    # The end of the long sentence has the following ones beside it.
+    assert all(text.endswith(".") for text in texts[last:]) and "axis" in texts[last]
     assert all(row["word_starts"][0] for row in rows)
+    assert min(rows["length"][first:last]) >= MAX_LENGTH - 8  # the longest word is a few tokens
+
+
+def test_without_sentence_order_rows_are_full(tokenizer, documents):
+    """They end between words, except the last of a document, and have no sentences."""
+    text = " ".join(f"Sentence {i} about the compute data of the default dtype." for i in range(300))
+    document = Dataset.from_dict({"text": [text]})
+    rows = pretraining_dataset(document, tokenizer, MAX_LENGTH, 0.0, with_word_starts=True, sentence_order=False)
+    assert min(rows["length"][:-1]) >= MAX_LENGTH - 8
+    assert all(row["word_starts"][0] for row in rows) and ordered_share(rows) == 0
+    short = pretraining_dataset(documents, tokenizer, MAX_LENGTH, short_seq_prob=0.5, sentence_order=False)
+    test_rows_follow_each_other_and_lose_nothing(documents, short, tokenizer)
+    assert np.mean(np.array(short["length"]) < MAX_LENGTH / 2) > 0.15
 
 
 def test_sentences_begin_where_the_row_says(rows, tokenizer):
@@ -64,8 +94,9 @@ def test_sentences_begin_where_the_row_says(rows, tokenizer):
         for start in starts:
             assert tokenizer.decode(ids[start:]).startswith("sentence")
             checked += 1
-        # Every beginning is stored, except at the beginning of the row.
-        assert len(re.findall("sentence", tokenizer.decode(ids[1:]))) == len(starts)
+        # Every beginning is stored, except at the beginning of the row, if the row consists of whole sentences.
+        whole = re.fullmatch(r"sentence .*\.", tokenizer.decode(ids))
+        assert len(starts) == (len(re.findall("sentence", tokenizer.decode(ids[1:]))) if whole else 0)
     assert checked > 500
 
 

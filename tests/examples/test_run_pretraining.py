@@ -287,7 +287,7 @@ def test_texts_without_an_order_are_refused_and_others_measured(corpus, tmp_path
     short = ["--per_device_train_batch_size", "2", "--short_seq_prob", "0", "--eval_strategy", "no"]
     for name in ("ru", "lower"):
         run(corpus, tmp_path / name, *short, "--train_file", f"{tmp_path}/{name}.txt", steps=1)
-        assert "100% of the training rows have two sentences or more" in capsys.readouterr().out
+        assert "100% of the training rows consist of two whole sentences or more" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"0\.0% of the training rows .*--no_sentence_order"):
         run(corpus, tmp_path / "one", *short, "--train_file", f"{tmp_path}/one.txt")
     _, history = run(corpus, tmp_path / "one", *short, "--train_file", f"{tmp_path}/one.txt", "--no_sentence_order")

@@ -50,7 +50,7 @@ def _sentence_tokens(text: str, encoding: Encoding, language: str) -> np.ndarray
 
 def _cut(
     num_tokens: int,
-    sentences: np.ndarray,
+    sentences: np.ndarray | None,
     words: np.ndarray,
     max_tokens: int,
     short_seq_prob: float,
@@ -58,23 +58,40 @@ def _cut(
 ) -> Iterator[tuple[int, int]]:
     """Beginnings and ends of the rows of a document, without gaps between them.
 
-    All rows but the last are full: they end between words, not between sentences. Rows that are chosen to be short end
-    with a sentence, because fragments teach less.
+    sentences: the tokens that sentences begin with. Rows end with a sentence, except within one that is longer than a
+    row. If None, rows end with any word.
     """
+    ends = np.flatnonzero(words) if sentences is None else sentences
+    ends = np.append(ends, num_tokens)
     start = 0
     while start < num_tokens:
-        end = min(start + max_tokens, num_tokens)
+        size = max_tokens
         if rng.random() < short_seq_prob:
-            target = start + int(rng.integers(1, max_tokens + 1))
-            later = sentences[(sentences > start) & (sentences < end)]
-            if len(later):
-                within = later[later <= target]
-                end = int(within[-1] if len(within) else later[0])
-        if end < num_tokens and not words[end]:
-            before = np.flatnonzero(words[start + 1 : end])
+            size = int(rng.integers(1, max_tokens + 1))
+        later = ends[(ends > start) & (ends <= start + max_tokens)]
+        within = later[later <= start + size]
+        if len(within):
+            end = int(within[-1])
+        elif len(later):
+            end = int(later[0])
+        else:
+            end = min(start + max_tokens, num_tokens)
+            before = np.flatnonzero(words[start + 1 : end + 1])
             end = start + 1 + int(before[-1]) if len(before) else end
         yield start, end
         start = end
+
+
+def _splits(start: int, end: int, num_tokens: int, sentences: np.ndarray | None) -> np.ndarray:
+    """Where a row can be split into a pair: the sentences that begin in it, int32, counted from its first token.
+
+    None in a row that begins or ends within a sentence: half a sentence at the end of the first segment, or at the
+    beginning of the second, would show that the pair is swapped.
+    """
+    borders = {start, end} - {0, num_tokens}
+    if sentences is None or not np.isin(list(borders), sentences).all():
+        return np.array([], dtype=np.int32)
+    return (sentences[(sentences > start) & (sentences < end)] - start).astype(np.int32)
 
 
 def build_pretraining_rows(
@@ -87,6 +104,7 @@ def build_pretraining_rows(
     text_column: str = "text",
     language: str = "en",
     with_word_starts: bool = False,
+    sentence_order: bool = True,
 ) -> dict[str, list]:
     """Rows of a batch of documents: the function that [`pretraining_dataset`] maps.
 
@@ -105,13 +123,12 @@ def build_pretraining_rows(
         if not encoding.ids:
             continue
         ids, words = np.array(encoding.ids, dtype=np.int32), _word_starts(encoding)
-        sentences = _sentence_tokens(text, encoding, language)
+        sentences = _sentence_tokens(text, encoding, language) if sentence_order else None
         rng = np.random.default_rng((seed, number))
         cuts = _cut(len(ids), sentences, words, max_length - num_special, short_seq_prob, rng)
         for row, (start, end) in enumerate(cuts):
-            inside = sentences[(sentences > start) & (sentences < end)]
             rows["input_ids"].append(ids[start:end])
-            rows["sentence_starts"].append((inside - start).astype(np.int32))
+            rows["sentence_starts"].append(_splits(start, end, len(ids), sentences))
             rows["length"].append(end - start + num_special)
             rows["index"].append(number * MAX_ROWS_OF_A_DOCUMENT + row)
             if with_word_starts:
@@ -150,6 +167,7 @@ def pretraining_dataset(
     text_column: str = "text",
     language: str = "en",
     with_word_starts: bool = False,
+    sentence_order: bool = True,
     num_proc: int | None = None,
     load_from_cache_file: bool = True,
     desc: str = "Building examples",
@@ -157,25 +175,27 @@ def pretraining_dataset(
     """Rows for MLM + SOP, from a data set with one document in each row.
 
     Each document is tokenized once and cut into rows of up to `max_length` tokens, special tokens included, without
-    gaps between them. All rows are full, except the last of a document and those that are chosen to be short.
+    gaps between them. A row has as many whole sentences as it can. A sentence that is longer than a row is cut between
+    words, and its rows are not split into pairs: half a sentence at a border of a segment would show the order.
 
     Args:
         dataset: one document in each row.
         tokenizer: a fast tokenizer.
         max_length: the longest row, special tokens included.
-        short_seq_prob: probability that a row gets a shorter length, drawn uniformly up to `max_length`; such a row
-            ends with a sentence.
+        short_seq_prob: probability that a row gets a shorter length, drawn uniformly up to `max_length`.
         seed: of these lengths.
         text_column: the column that holds the documents.
         language: ISO 639-1 code of the texts, for abbreviations that do not end a sentence.
         with_word_starts: also store where words begin, for whole-word masking.
+        sentence_order: whether rows can be split into pairs. If not, no sentences are looked for, and rows are full:
+            they end with any word, and only the last of a document and the short ones have fewer tokens.
         num_proc: number of processes (`datasets.Dataset.map`, which also caches the result).
         load_from_cache_file: whether a cached result is used.
         desc: label of the progress bar.
 
     Returns:
         Columns, as NumPy arrays: `input_ids` (int32, without special tokens), `sentence_starts` (int32, where
-        sentences begin within the row, not counting its first token), `length` (with the special tokens of a pair),
+        the row can be split into a pair: the sentences that begin in it, but not with its first token), `length` (with the special tokens of a pair),
         `index` (the number of the row) and, on request, `word_starts` (bool, for each token).
 
     Raises:
@@ -193,6 +213,7 @@ def pretraining_dataset(
             text_column=text_column,
             language=language,
             with_word_starts=with_word_starts,
+            sentence_order=sentence_order,
         ),
         with_indices=True,
         batched=True,
@@ -210,7 +231,7 @@ def pretraining_dataset(
 
 
 def ordered_share(rows: Dataset) -> float:
-    """The share of rows in which a sentence begins: only these can be split, and count for sentence order."""
+    """The share of rows that can be split into a pair, and count for sentence order."""
     lengths = [
         len(starts)
         for batch in rows.select_columns("sentence_starts").with_format("arrow").iter(10_000)

@@ -295,6 +295,7 @@ def pretraining_stream(
     text_column: str = "text",
     language: str = "en",
     with_word_starts: bool = False,
+    sentence_order: bool = True,
     **options: Any,
 ) -> StreamLoader:
     """A [`StreamLoader`] of the rows that [`pretraining_dataset`] makes; `options` are the loader's own.
@@ -312,6 +313,7 @@ def pretraining_stream(
         text_column=text_column,
         language=language,
         with_word_starts=with_word_starts,
+        sentence_order=sentence_order,
     )
     blank = {"input_ids": [tokenizer.mask_token_id], "sentence_starts": [], "word_starts": [True], "index": 0}
     return StreamLoader(documents, build_rows, collate_fn, seed=seed, blank=blank, **options)

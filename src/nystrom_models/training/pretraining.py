@@ -95,6 +95,7 @@ class PretrainingArguments(LoraArguments, TeacherArguments, LanguageModelingArgu
             "text_column": self.text_column_name,
             "language": self.language or "en",
             "with_word_starts": self.whole_word_mask,
+            "sentence_order": self.sentence_order,
         }
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float) -> PretrainingCollator:
@@ -169,11 +170,11 @@ def _check_order(args: PretrainingArguments, share: float) -> str:
         return "Without sentence order: only masked tokens are predicted"
     if share < MIN_ORDERED_SHARE:
         raise ValueError(
-            f"{share:.1%} of the training rows have two sentences or more: there is no sentence order to learn. Give "
-            "documents of several sentences, with their punctuation, or train on masked tokens only "
-            "(--no_sentence_order)."
+            f"{share:.1%} of the training rows consist of two whole sentences or more: there is no sentence order to "
+            "learn. Give documents of several sentences, with their punctuation, or a larger --max_length, or train on "
+            "masked tokens only (--no_sentence_order)."
         )
-    return f"{share:.0%} of the training rows have two sentences or more, and so a sentence order"
+    return f"{share:.0%} of the training rows consist of two whole sentences or more, and so have an order"
 
 
 def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader) -> dict[str, float]:
