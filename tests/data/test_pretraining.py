@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_a_row_has_as_many_whole_sentences_as_it_can(tokenizer):
     text = " ".join(f"Sentence {'data ' * (i % 5)}of the default dtype." for i in range(300))
     rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0)
     sentences = [np.split(row["input_ids"], row["sentence_starts"]) for row in rows]
-    for row, following in zip(sentences, sentences[1:], strict=False):
+    for row, following in pairwise(sentences):
         texts = [tokenizer.decode(sentence) for sentence in row]
         assert all(re.fullmatch(r"sentence [a-z ]+\.", text) for text in texts), texts
         assert sum(map(len, [*row, following[0]])) + 3 > MAX_LENGTH
