@@ -171,8 +171,8 @@ def _check_order(args: PretrainingArguments, share: float) -> str:
     if share < MIN_ORDERED_SHARE:
         raise ValueError(
             f"{share:.1%} of the training rows consist of two whole sentences or more: there is no sentence order to "
-            "learn. Give documents of several sentences, with their punctuation, or a larger --max_length, or train on "
-            "masked tokens only (--no_sentence_order)."
+            "learn. Give documents of several sentences, with their punctuation, or a larger --max_length, or train "
+            "on masked tokens only (--no_sentence_order)."
         )
     return f"{share:.0%} of the training rows consist of two whole sentences or more, and so have an order"
 
