@@ -194,9 +194,10 @@ def pretraining_dataset(
         desc: label of the progress bar.
 
     Returns:
-        Columns, as NumPy arrays: `input_ids` (int32, without special tokens), `sentence_starts` (int32, where
-        the row can be split into a pair: the sentences that begin in it, but not with its first token), `length` (with the special tokens of a pair),
-        `index` (the number of the row) and, on request, `word_starts` (bool, for each token).
+        Columns, as NumPy arrays: `input_ids` (int32, without special tokens), `sentence_starts` (int32, where the row
+        can be split into a pair: the sentences that begin in it, but not with its first token), `length` (with the
+        special tokens of a pair), `index` (the number of the row) and, on request, `word_starts` (bool, for each
+        token).
 
     Raises:
         ValueError: if `max_length` leaves no room for a pair or exceeds the tokenizer's limit, `short_seq_prob` is not
