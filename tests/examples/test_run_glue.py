@@ -192,7 +192,10 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--task_name mrpc --train_file {train} --validation_mismatched_file {train}", "--task_name mnli"),
         ("--task_name mrpc --train_file {train} --validation_file {hidden}", r"validation set contains \[-1\]"),
         ("--task_name qqp --train_file {train} --validation_file {train}", "no column 'question1'; its columns are"),
-        ("--task_name mrpc --train_file {train} --validation_file {train} --max_length 65", "must be at most 64"),
+        (
+            "--task_name mrpc --train_file {train} --validation_file {train} --max_length 65",
+            "--max_length 65 is more than the 64 tokens",
+        ),
         (
             "--task_name mrpc --train_file {train} --validation_file {train} --max_train_samples 9",
             "9 rows, fewer than",

@@ -140,7 +140,7 @@ def test_a_stopped_run_goes_on_and_a_grid_names_the_best(checkpoint, rows, write
         (
             [{"tokens": ["a", "b"], "ner_tags": ["O", "B-x"]}],
             "--max_seq_length 65",
-            "--max_seq_length must be at most 64",
+            "--max_seq_length 65 is more than the 64 tokens",
         ),
         ([{"tokens": ["a"], "ner_tags": ["O"]}], "--label_names O O", "--label_names must all differ"),
         (

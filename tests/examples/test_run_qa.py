@@ -159,7 +159,7 @@ LONG = ROW | {"question": "who was " * 30}
         ([ROW, NONE], "", "Row 2 of the train set has no answer: give --version_2_with_negative"),
         ([ROW, LONG], "", "Row 2 of the train set: the question has 120 tokens.*--max_seq_length 64"),
         ([{"question": "who", "context": "a"}], "", "The train set has no column 'answers'"),
-        ([ROW], "--max_seq_length 65", "--max_seq_length must be at most 64"),
+        ([ROW], "--max_seq_length 65", "--max_seq_length 65 is more than the 64 tokens"),
         ([ROW], "--n_best_size 0", "--n_best_size must be at least 1"),
         ([ROW], "--no_do_train", "was fine-tuned: .* has no qa_outputs"),
     ],

@@ -169,7 +169,8 @@ def train_causal(
         )
     )
     config = _config(args, tokenizer)
-    args = replace(args, block_size=row_length("--block_size", args.block_size, config, DEFAULT_BLOCK_SIZE))
+    longest = config.max_position_embeddings
+    args = replace(args, block_size=row_length("--block_size", args.block_size, longest, DEFAULT_BLOCK_SIZE))
     tokenizer.model_max_length = config.max_position_embeddings or NO_LIMIT
     with accelerator.main_process_first():
         rows = _rows(args, documents["validation"], tokenizer, "validation")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
-from .language_modeling import override, read_config, row_loader
+from .language_modeling import override, read_config, row_length, row_loader
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
@@ -114,16 +114,11 @@ def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, 
     return read_config(args, tokenizer, ids, wanted), tokenizer
 
 
-def _row_length(requested: int | None, flag: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest number of tokens of a row; the model's maximum unless one was `requested` by --`flag`."""
+def _longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The largest number of tokens that a model and its tokenizer take; None for any number."""
+    # A tokenizer without a limit has a huge one.
     longest = min(getattr(config, "max_position_embeddings", None) or 10**9, tokenizer.model_max_length)
-    if requested is None:
-        if longest >= 10**9:
-            raise ValueError(f"The model does not tell its largest number of tokens: give --{flag}.")
-        return longest
-    if requested > longest:
-        raise ValueError(f"--{flag} must be at most {longest}, which the model takes, but is {requested}.")
-    return requested
+    return None if longest >= 10**9 else longest
 
 
 def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -152,7 +147,8 @@ class FinetuningRun(ABC):
         self.config: Any
         self.config, self.tokenizer = _config_and_tokenizer(args)
         self.set_classes(splits)
-        length = _row_length(getattr(args, self.length_flag), self.length_flag, self.config, self.tokenizer)
+        given, longest = getattr(args, self.length_flag), _longest(self.config, self.tokenizer)
+        length = row_length(f"--{self.length_flag}", given, longest, is_new=False)
         lengths: dict[str, Any] = {self.length_flag: length}
         self.args = replace(args, **lengths)
         self.examples = {split: self._sample(split, dataset) for split, dataset in splits.items()}

@@ -140,22 +140,23 @@ def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str]) 
         )
 
 
-def row_length(flag: str, value: int | None, config: BaseConfig, default: int | None = None) -> int:
-    """The length of rows: `value`; if None, the model's longest sequence, or `default` if it has none.
+def row_length(
+    flag: str, value: int | None, longest: int | None, default: int | None = None, is_new: bool = True
+) -> int:
+    """The number of tokens of the longest row: `value`; if None, `longest`, or `default` if that is None, too.
+
+    longest: what the model takes; None for any number. is_new: whether the model can be configured to take more.
 
     Raises:
-        ValueError: if it is more than the model takes, or no length is known.
+        ValueError: if `value` is more than `longest`, or no length is known.
     """
-    longest = config.max_position_embeddings
     if value is None:
         value = default if longest is None else longest
     if value is None:
         raise ValueError(f"The model takes any number of tokens: give the length of rows with {flag}.")
     if longest is not None and value > longest:
-        raise ValueError(
-            f"{flag} {value} is more than the {longest} tokens that the model takes: lower it, or give "
-            f"--config_overrides max_position_embeddings={value}."
-        )
+        remedy = f", or give --config_overrides max_position_embeddings={value}" if is_new else ""
+        raise ValueError(f"{flag} {value} is more than the {longest} tokens that the model takes: lower it{remedy}.")
     return value
 
 
