@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from hypothesis import settings
 
 # With a build suffix, as in the index's default build, which the package's metadata lack. A test that
@@ -28,6 +29,14 @@ settings.load_profile("repeatable")
 
 # PyTorch then fills the results of torch.empty and similar functions with NaN, so that reads before writes are found.
 torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@pytest.fixture
+def no_precision_yet():
+    """The process of a test has the precision of its first run; this test has one of its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # The marks on Transformers' common tests.

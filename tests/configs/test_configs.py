@@ -15,7 +15,6 @@ import run_qa
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining, AutoTokenizer, BertConfig
 
 import nystrom_models
@@ -151,14 +150,6 @@ def material(tmp_path_factory):
         AutoModelForPreTraining.from_config(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder
-
-
-@pytest.fixture
-def no_precision_yet():
-    """The process of a test has the precision of the first run; recipes differ in it."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}

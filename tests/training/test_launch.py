@@ -110,9 +110,7 @@ def test_accelerate_launch_starts_what_it_was_told_or_there_is_an_error(number, 
         assert done.returncode != 0 and "torchrun --nproc_per_node" in done.stderr
 
 
-def test_a_process_that_is_alone_already(monkeypatch):
-    # Without the state of earlier tests, such as half precision.
-    AcceleratorState._reset_state(reset_partial_state=True)
+def test_a_process_that_is_alone_already(monkeypatch, no_precision_yet):
     create_accelerator()
     # As `Dataset.map` with several processes does.
     monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))
@@ -122,9 +120,8 @@ def test_a_process_that_is_alone_already(monkeypatch):
 
 
 @pytest.mark.filterwarnings("error:--mixed_precision")
-def test_half_precision_that_is_slow_is_said(monkeypatch):
+def test_half_precision_that_is_slow_is_said(monkeypatch, no_precision_yet):
     monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: False)
-    AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(UserWarning, match="this CPU has no instructions for bfloat16"):
         create_accelerator("bf16", cpu=True)
     monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: True)
@@ -132,4 +129,3 @@ def test_half_precision_that_is_slow_is_said(monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: False)
     create_accelerator("no", cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
