@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import OneHotEncoder
 
 from benchmarks.collators import batch_makers
 from nystrom_models.data import PretrainingCollator, pretraining_dataset
@@ -134,6 +136,30 @@ def test_everything_depends_on_seed_epoch_and_row_alone(rows, tokenizer):
     # A row's own epoch takes precedence over that of the collator.
     assert made(collator, [{**row, "epoch": 0} for row in chosen]) == together
     assert made(PretrainingCollator(tokenizer, seed=4), chosen) != together
+
+
+@pytest.mark.parametrize("short_seq_prob", [0.0, 0.3])
+def test_borders_of_segments_do_not_show_their_order(short_seq_prob, tokenizer):
+    """Sentences at random have no order that a model could learn; cut sentences at the borders would show one."""
+    rng = np.random.default_rng(0)
+    words = ("data", "mean", "sum", "axis", "model", "index", "value", "error")
+    texts = [
+        " ".join(f"The {' '.join(rng.choice(words, rng.integers(2, 16)))}." for _ in range(rng.integers(1, 30)))
+        for _ in range(400)
+    ]
+    documents = Dataset.from_dict({"text": texts})
+    rows = list(pretraining_dataset(documents, tokenizer, MAX_LENGTH, short_seq_prob))
+    batch = PretrainingCollator(tokenizer)(rows)
+    order = batch["sentence_order_label"].numpy()
+    borders = []
+    for ids in unmasked(batch)[torch.from_numpy(order >= 0)]:
+        first, second = (ids == tokenizer.sep_token_id).nonzero()[:, 0].tolist()
+        borders.append(ids[[1, first - 1, first + 1, second - 1]].tolist())
+    order, features = order[order >= 0], OneHotEncoder().fit_transform(borders)
+    assert len(order) > 1000
+    half = len(order) // 2
+    classifier = LogisticRegression().fit(features[:half], order[:half])
+    assert within(classifier.score(features[half:], order[half:]), 0.5, len(order) - half)
 
 
 def test_other_templates_and_padding():
