@@ -48,6 +48,12 @@ def _sentence_tokens(text: str, encoding: Encoding, language: str) -> np.ndarray
     return np.unique(tokens[tokens < len(ends)])
 
 
+def _between(ascending: np.ndarray, after: int, up_to: int) -> np.ndarray:
+    """The numbers above `after`, up to and with `up_to`."""
+    first, last = np.searchsorted(ascending, (after, up_to), side="right")
+    return ascending[first:last]
+
+
 def _cut(
     num_tokens: int,
     sentences: np.ndarray | None,
@@ -68,8 +74,8 @@ def _cut(
         size = max_tokens
         if rng.random() < short_seq_prob:
             size = int(rng.integers(1, max_tokens + 1))
-        later = ends[(ends > start) & (ends <= start + max_tokens)]
-        within = later[later <= start + size]
+        later = _between(ends, start, start + max_tokens)
+        within = _between(ends, start, start + size)
         if len(within):
             end = int(within[-1])
         elif len(later):
@@ -89,9 +95,9 @@ def _splits(start: int, end: int, num_tokens: int, sentences: np.ndarray | None)
     beginning of the second, would show that the pair is swapped.
     """
     borders = {start, end} - {0, num_tokens}
-    if sentences is None or not np.isin(list(borders), sentences).all():
+    if sentences is None or not all(len(_between(sentences, border - 1, border)) for border in borders):
         return np.array([], dtype=np.int32)
-    return (sentences[(sentences > start) & (sentences < end)] - start).astype(np.int32)
+    return (_between(sentences, start, end - 1) - start).astype(np.int32)
 
 
 def build_pretraining_rows(
