@@ -69,9 +69,9 @@ class QuickstartArguments:
 
     output_dir: str = field(default="outputs/quickstart", metadata={"help": "Folder to write to."})
     seed: int = field(default=0, metadata={"help": "Seed of the data, the initial weights and the order."})
-    max_train_steps: int = field(default=1600, metadata={"help": "Optimizer steps of pretraining."})
+    max_train_steps: int = field(default=1800, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
-    causal_steps: int = field(default=600, metadata={"help": "Optimizer steps of the causal model."})
+    causal_steps: int = field(default=400, metadata={"help": "Optimizer steps of the causal model."})
     tokens_per_step: int = field(default=1000, metadata={"help": "Tokens per step of pretraining."})
     optim: str = field(default="muon", metadata={"help": "Optimizer of pretraining: muon or adamw."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of pretraining."})
@@ -104,19 +104,18 @@ def save_config(family: str, args: QuickstartArguments) -> Path:
         "hidden_act": "gelu",
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "conv_kernel_size": 9,
-        "initializer_range": 0.06,  # about 1 / √width, as 0.02 is for the width of BERT
     }
     config: PretrainedConfig
     if family == "nystromformer":
         limits = {"max_position_embeddings": args.max_length, "num_landmarks": args.num_landmarks}
-        config = NystromformerConfig(**limits, **common)
+        config = NystromformerConfig(conv_kernel_size=33, **limits, **common)
     elif family == "linformer":
         limits = {"max_position_embeddings": args.max_length, "projected_dim": args.num_landmarks}
-        config = LinformerConfig(**limits, **common)
+        config = LinformerConfig(conv_kernel_size=33, **limits, **common)
     else:
-        # Sinusoidal positions, for texts of any length.
-        config = LinearTransformerConfig(is_decoder=True, position_embedding_type="sinusoidal", **common)
+        # Sinusoidal positions, for texts of any length, and a standard deviation of about 1 / √width.
+        start = {"position_embedding_type": "sinusoidal", "initializer_range": 0.06}
+        config = LinearTransformerConfig(is_decoder=True, conv_kernel_size=9, **start, **common)
     folder = Path(args.output_dir, family, "config")
     config.save_pretrained(folder)
     return folder
