@@ -46,7 +46,7 @@ lint: $(VENV)/installed ## Check format, style and types
 	@$(BIN)/mypy
 
 docs: $(VENV)/installed ## Build the documentation into build/docs, without network; a broken link fails
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build  # with --quiet, a broken link would not fail
 	@echo "Open build/docs/index.html, or see it with its search: $(BIN)/python -m http.server --directory build/docs"
 
 wheel: $(VENV)/installed ## Build the package into dist, check it, and use the wheel in an empty environment
