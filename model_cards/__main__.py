@@ -43,6 +43,11 @@ class Comparison:
     def content(self) -> dict[str, Any]:
         return json.loads(self.path.read_text(encoding="utf-8"))
 
+    @property
+    def columns(self) -> list[tuple[str, str, str]]:
+        """Those of COLUMNS that were measured."""
+        return [column for column in COLUMNS if all(column[0] in runs for runs in self.content["results"].values())]
+
 
 # Task and metric in the files, and the name of the data in docs/attention-compared.md.
 COLUMNS = (
@@ -70,7 +75,6 @@ COMPARISONS = (
         arms={
             "nystrom": ("nystromformer/mini-256", "as configured"),
             "softmax": ("nystromformer/mini-256", "softmax (`--config_overrides num_landmarks=256`)"),
-            "linformer": ("linformer/mini-256-k64-layerwise", "as configured"),
             "linear": ("linear_transformer/mini-256", "as configured"),
         },
     ),
@@ -101,7 +105,7 @@ def results_of(name: str) -> list[tuple[str, list[EvalResult]]]:
         return []
     runs = comparison.content["results"]
     return [
-        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in COLUMNS])
+        (label, [_result(task, metric, data, runs[arm][task][metric]) for task, metric, data in comparison.columns])
         for arm, (config, label) in comparison.arms.items()
         if config == name
     ]
