@@ -71,7 +71,7 @@ class QuickstartArguments:
     seed: int = field(default=0, metadata={"help": "Seed of the data, the initial weights and the order."})
     max_train_steps: int = field(default=1800, metadata={"help": "Optimizer steps of pretraining."})
     finetune_steps: int = field(default=400, metadata={"help": "Optimizer steps of fine-tuning."})
-    causal_steps: int = field(default=400, metadata={"help": "Optimizer steps of the causal model."})
+    causal_steps: int = field(default=600, metadata={"help": "Optimizer steps of the causal model."})
     tokens_per_step: int = field(default=1000, metadata={"help": "Tokens per step of pretraining."})
     optim: str = field(default="muon", metadata={"help": "Optimizer of pretraining: muon or adamw."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of pretraining."})
