@@ -75,6 +75,7 @@ COMPARISONS = (
         arms={
             "nystrom": ("nystromformer/mini-256", "as configured"),
             "softmax": ("nystromformer/mini-256", "softmax (`--config_overrides num_landmarks=256`)"),
+            "linformer": ("linformer/mini-256-k64-layerwise", "as configured"),
             "linear": ("linear_transformer/mini-256", "as configured"),
         },
     ),
