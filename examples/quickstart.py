@@ -105,13 +105,12 @@ def save_config(family: str, args: QuickstartArguments) -> Path:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
+    encoder = common | {"max_position_embeddings": args.max_length, "conv_kernel_size": 33}
     config: PretrainedConfig
     if family == "nystromformer":
-        limits = {"max_position_embeddings": args.max_length, "num_landmarks": args.num_landmarks}
-        config = NystromformerConfig(conv_kernel_size=33, **limits, **common)
+        config = NystromformerConfig(num_landmarks=args.num_landmarks, **encoder)
     elif family == "linformer":
-        limits = {"max_position_embeddings": args.max_length, "projected_dim": args.num_landmarks}
-        config = LinformerConfig(conv_kernel_size=33, **limits, **common)
+        config = LinformerConfig(projected_dim=args.num_landmarks, **encoder)
     else:
         # Sinusoidal positions, for texts of any length, and a standard deviation of about 1 / √width.
         start = {"position_embedding_type": "sinusoidal", "initializer_range": 0.06}

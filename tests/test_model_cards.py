@@ -72,9 +72,8 @@ def test_results_are_in_the_metadata():
     found = {result.dataset_name: result.metric_value for result in card.data.eval_results}
     [first, _] = cards.COMPARISONS
     runs = first.content["results"]
-    assert found["SST-2"] == round(runs["nystrom"]["sst2"]["accuracy"]["mean"], 6) and len(found) == len(
-        first.columns
-    ) == len(cards.COLUMNS)
+    assert found["SST-2"] == round(runs["nystrom"]["sst2"]["accuracy"]["mean"], 6)
+    assert len(found) == len(first.columns) == len(cards.COLUMNS)
 
 
 def test_rows_of_results_with_other_columns_are_refused():

@@ -67,8 +67,8 @@ def _cut(
     sentences: the tokens that sentences begin with. Rows end with a sentence, except within one that is longer than a
     row. If None, rows end with any word.
     """
-    ends = np.flatnonzero(words) if sentences is None else sentences
-    ends = np.append(ends, num_tokens)
+    word_ends = np.append(np.flatnonzero(words), num_tokens)
+    ends = word_ends if sentences is None else np.append(sentences, num_tokens)
     start = 0
     while start < num_tokens:
         size = max_tokens
@@ -81,9 +81,8 @@ def _cut(
         elif len(later):
             end = int(later[0])
         else:
-            end = min(start + max_tokens, num_tokens)
-            before = np.flatnonzero(words[start + 1 : end + 1])
-            end = start + 1 + int(before[-1]) if len(before) else end
+            before = _between(word_ends, start, start + max_tokens)
+            end = int(before[-1]) if len(before) else start + max_tokens
         yield start, end
         start = end
 

@@ -91,8 +91,9 @@ class TextClassificationArguments(FinetuningArguments, TextColumnArguments):
         task = super().text_task()
         if not self.multi_label:
             return task
-        task = replace(task, metric="multi_label", best_metric="micro_f1")
-        return replace(task, multi_label=True, label_delimiter=self.label_delimiter)
+        return replace(
+            task, metric="multi_label", best_metric="micro_f1", multi_label=True, label_delimiter=self.label_delimiter
+        )
 
 
 def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], list[str]]:
