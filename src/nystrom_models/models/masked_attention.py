@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
+from .attention_dropout import attention_with_dropout
 from .cpu_blocks import add_attention
 from .token_layout import take_tokens
 
@@ -49,7 +50,10 @@ def attend(
     in_blocks = skip is not None and skip.device.type == "cpu" and dropout_p == 0
     if in_blocks and not torch.is_grad_enabled() and not is_tracing(query):
         return add_attention(F.scaled_dot_product_attention, query, key, value, mask, skip)
-    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
+    if dropout_p > 0 and query.device.type == "cpu" and not is_tracing(query):
+        context = attention_with_dropout(query, key, value, mask, dropout_p)
+    else:
+        context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
     return context if skip is None else context + skip
 
 

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax attention with dropout on a CPU, without storing the weights.
+
+PyTorch stores the weights and the drawn numbers of all tokens, several times, where dropout is wanted on a CPU. Here
+they are computed in blocks that stay in the caches, and again in the backward pass, from the same seed.
+
+Legend: B batch, H heads, N queries, K keys, D head size.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK_WEIGHTS = 2**18  # of each thread: 1 MB in float32
+_LEVELS = 2**16
+
+
+def attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+    """dropout(softmax(query keyᵀ / √D)) value, in O(N + K) memory.
+
+    Args:
+        query: (B, H, N, D). key, value: (B, H, K, D). Weights are computed in float32 at least.
+        mask: (B, 1, 1, K) bool, True at visible keys, at least one in each row; None for all.
+        dropout_p: probability of dropping a weight, rounded to a multiple of 2⁻¹⁶. The others are divided by the
+            probability of being kept. It is drawn from PyTorch's generator; the drawn weights depend on the sizes and
+            on the number of threads.
+
+    Returns: (B, H, N, D), under autocast in its dtype. It has first derivatives only.
+    """
+    if torch.is_autocast_enabled("cpu") and query.dtype != torch.float64:
+        query, key, value = (states.to(torch.get_autocast_dtype("cpu")) for states in (query, key, value))
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    return _AttentionWithDropout.apply(query, key, value, mask, dropout_p, seed)
+
+
+class _AttentionWithDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, seed: int) -> Tensor:
+        context = value.new_empty(*query.shape[:-1], value.shape[-1])
+        with torch.autocast("cpu", enabled=False):
+            for block in _Blocks(query, key, mask, dropout_p, seed):
+                kept = block.weights.mul_(block.kept).to(value.dtype)
+                context[block.rows, :, block.queries] = (kept @ value[block.rows]) / block.keep_probability
+        return context
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        query, key, value, mask, ctx.dropout_p, ctx.seed = inputs
+        ctx.save_for_backward(query, key, value, mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask = ctx.saved_tensors
+        query_gradient = torch.empty_like(query)
+        # Sums over blocks of queries lose digits in half precision.
+        key_gradient, value_gradient = (
+            torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32)) for states in (key, value)
+        )
+        with torch.autocast("cpu", enabled=False):
+            for block in _Blocks(query, key, mask, ctx.dropout_p, ctx.seed):
+                rows, queries, weights = block.rows, block.queries, block.weights
+                of_context = gradient[rows, :, queries] / block.keep_probability
+                kept = (weights * block.kept).to(value.dtype)
+                value_gradient[rows] += kept.mT @ of_context
+                # Of the weights; then, through the softmax, of the scores.
+                changes = (of_context @ value[rows].mT).to(weights.dtype).mul_(block.kept).mul_(weights)
+                changes.addcmul_(weights, changes.sum(dim=-1, keepdim=True), value=-1)
+                changes = changes.mul_(block.scaling).to(query.dtype)
+                query_gradient[rows, :, queries] = changes @ key[rows]
+                key_gradient[rows] += changes.mT @ query[rows, :, queries]
+        return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None
+
+
+class _Blocks:
+    """The blocks of weights that are computed at once, one after the other.
+
+    weights: (b, H, n, K), softmax(query keyᵀ / √D). kept: the same shape and dtype, 0 where a weight is dropped,
+    else 1. rows, queries: the rows of the batch and the queries of this block.
+    """
+
+    rows: slice
+    queries: slice
+    weights: Tensor
+    kept: Tensor
+
+    def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, seed: int):
+        self.query, self.key, self.mask = query, key, mask
+        self.scaling = query.shape[-1] ** -0.5
+        self.dropped_levels = round(dropout_p * _LEVELS)
+        self.keep_probability = 1 - self.dropped_levels / _LEVELS
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator["_Blocks"]:
+        batch, heads, length, _ = self.query.shape
+        size = BLOCK_WEIGHTS * torch.get_num_threads()
+        of_query = max(1, heads * self.key.shape[2])
+        num_queries = max(1, min(length, size // of_query))
+        num_rows = max(1, size // (of_query * num_queries)) if num_queries == length else 1
+        for row in range(0, batch, num_rows):
+            self.rows = slice(row, row + num_rows)
+            for first in range(0, length, num_queries):
+                self.queries = slice(first, first + num_queries)
+                self._compute()
+                yield self
+
+    def _compute(self) -> None:
+        scores = (self.query[self.rows, :, self.queries] * self.scaling) @ self.key[self.rows].mT
+        if self.mask is not None:
+            scores.masked_fill_(~self.mask[self.rows], -torch.inf)
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        self.weights = torch.softmax(scores, dim=-1, dtype=dtype)
+        self.kept = self._draw(scores.shape).to(dtype)
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        """True where a weight is kept. A random number of 64 bits decides on four weights."""
+        numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64)
+        levels = numbers.random_(-(2**63), None, generator=self.generator).view(torch.int16)
+        return (levels >= self.dropped_levels - _LEVELS // 2)[: shape.numel()].view(shape)

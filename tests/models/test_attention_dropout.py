@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention dropout on a CPU: the formula with the weights that were kept, in blocks, with gradients, drawn again."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nystrom_models import LinformerConfig, LinformerModel, NystromformerConfig, NystromformerModel
+from nystrom_models.models import attention_dropout
+from nystrom_models.models.attention_dropout import attention_with_dropout
+from nystrom_models.models.masked_attention import attend
+
+DROPOUT = 0.25  # a multiple of 2⁻¹⁶
+# (batch, heads, queries, keys), and the weights in a block.
+SHAPES = {
+    "one block": (3, 2, 7, 5, 2**18),
+    "blocks of rows, the last smaller": (5, 2, 7, 5, 150),
+    "blocks of queries, the last smaller": (2, 2, 11, 6, 48),
+    "less than a query in a block": (2, 3, 4, 6, 5),
+    "a number of weights that four does not divide": (1, 1, 3, 7, 2**18),
+}
+
+
+def inputs(batch: int, heads: int, queries: int, keys: int, dtype: torch.dtype = torch.float64):
+    """Query, key, value and a mask with padding; the values are of another size."""
+    generator = torch.Generator().manual_seed(1)
+
+    def states(length: int, size: int) -> torch.Tensor:
+        drawn = torch.randn(batch, heads, length, size, generator=generator, dtype=torch.float64)
+        return drawn.to(dtype).requires_grad_()
+
+    mask = torch.rand(batch, 1, 1, keys, generator=generator) < 0.7
+    mask[..., 0] = True
+    return states(queries, 4), states(keys, 4), states(keys, 3), mask
+
+
+def draw(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    torch.manual_seed(7)
+    return attention_with_dropout(query, key, value, mask, DROPOUT)
+
+
+def kept_weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """(B, H, N, K) bool, by attention to values that are the unit vectors."""
+    identity = torch.eye(key.shape[2], dtype=key.dtype).expand(*key.shape[:3], -1)
+    return draw(query.detach(), key.detach(), identity, mask) > 0
+
+
+def formula(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kept: torch.Tensor
+) -> torch.Tensor:
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    return (torch.softmax(scores, dim=-1) * kept / (1 - DROPOUT)) @ value
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_formula_and_gradients(shape, masked, monkeypatch):
+    *sizes, weights = SHAPES[shape]
+    monkeypatch.setattr(attention_dropout, "BLOCK_WEIGHTS", weights)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    query, key, value, mask = inputs(*sizes)
+    mask = mask if masked else None
+    kept = kept_weights(query, key, mask)
+    found, expected = draw(query, key, value, mask), formula(query, key, value, mask, kept)
+    assert (found - expected).abs().max() < 4e-15  # 8.9e-16
+    gradient = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(2))
+    for ours, of_formula in zip(
+        torch.autograd.grad(found, (query, key, value), gradient),
+        torch.autograd.grad(expected, (query, key, value), gradient),
+        strict=True,
+    ):
+        assert (ours - of_formula).abs().max() < 8e-15  # 1.8e-15
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 6e-7), (torch.float16, 3.6e-3), (torch.bfloat16, 2e-2)]
+)
+def test_precisions(dtype, tolerance):
+    """Relative to the largest element, measured: 1.7e-7 in float32, 9e-4 in float16 and 6e-3 in bfloat16."""
+    query, key, value, mask = inputs(3, 2, 50, 40, dtype)
+    found = draw(query, key, value, mask)
+    exact = [states.detach().double().requires_grad_() for states in (query, key, value)]
+    expected = formula(*exact, mask, kept_weights(query, key, mask))
+    gradient = torch.randn(found.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    pairs = zip(
+        (found, *torch.autograd.grad(found, (query, key, value), gradient)),
+        (expected, *torch.autograd.grad(expected, exact, gradient.double())),
+        strict=True,
+    )
+    for ours, of_formula in pairs:
+        assert ours.dtype == dtype
+        assert (ours - of_formula).abs().max() < tolerance * of_formula.abs().max()
+
+
+def test_share_of_kept_weights(monkeypatch):
+    monkeypatch.setattr(attention_dropout, "BLOCK_WEIGHTS", 2**12)
+    query, key = torch.zeros(4, 2, 64, 8), torch.zeros(4, 2, 128, 8)
+    kept = kept_weights(query, key, None)
+    # Of 65,536 weights: 0.0068 is four standard deviations. The same number for four weights would pass here, but not
+    # for neighbours: of these, 0.75² are kept both.
+    assert abs(kept.float().mean() - (1 - DROPOUT)) < 0.0068
+    for first, second in (
+        (kept[..., :-1], kept[..., 1:]),
+        (kept[:, :, :-1], kept[:, :, 1:]),
+        (kept[:, :1], kept[:, 1:]),
+        (kept[:-1], kept[1:]),
+    ):
+        assert abs((first & second).float().mean() - (1 - DROPOUT) ** 2) < 0.015
+
+
+def test_draws_follow_the_generator():
+    query, key, value, mask = inputs(2, 2, 30, 20)
+    first = draw(query, key, value, mask)
+    assert torch.equal(draw(query, key, value, mask), first)
+    assert not torch.equal(attention_with_dropout(query, key, value, mask, DROPOUT), first)
+
+
+def test_recomputed_layers_draw_the_same():
+    query, key, value, mask = inputs(2, 2, 30, 20)
+    gradients = torch.autograd.grad(draw(query, key, value, mask).square().sum(), (query, key, value))
+    torch.manual_seed(7)
+    result = checkpoint(attention_with_dropout, query, key, value, mask, DROPOUT, use_reentrant=False)
+    for ours, expected in zip(torch.autograd.grad(result.square().sum(), (query, key, value)), gradients, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_autocast():
+    """As in PyTorch's own attention: states of any dtype are converted."""
+    query, key, value, mask = inputs(2, 2, 30, 20, torch.bfloat16)
+    expected = draw(query, key, value, mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = draw(query.float(), key, value.float(), mask)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "nystrom", "linformer"])
+def test_training_does_not_store_the_weights(attention):
+    """PyTorch's own attention with dropout on a CPU stores N×K weights, several times, for the backward pass."""
+    length, heads = 512, 2
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "intermediate_size": 32,
+        "max_position_embeddings": length,
+        "attention_probs_dropout_prob": 0.1,
+    }
+    if attention == "linformer":
+        model, keys = LinformerModel(LinformerConfig(projected_dim=128, **sizes)), 128
+    else:
+        landmarks = 128 if attention == "nystrom" else None
+        model, keys = NystromformerModel(NystromformerConfig(num_landmarks=landmarks, **sizes)), landmarks or length
+    stored = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        stored.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.train()(torch.randint(50, (2, length))).last_hidden_state.sum()
+    assert stored
+    assert not [shape for shape in stored if len(shape) > 2 and shape[-2:] == (length, keys)]
+
+
+def test_attend_adds_the_skip():
+    query, key, value, mask = inputs(2, 2, 30, 20)
+    skip = torch.randn(2, 2, 30, 3, dtype=torch.float64)
+    expected = draw(query, key, value, mask) + skip
+    torch.manual_seed(7)
+    assert torch.equal(attend(query, key, value, mask[:, 0, 0], DROPOUT, skip), expected)
