@@ -109,6 +109,17 @@ def test_share_of_kept_weights(monkeypatch):
         assert abs((first & second).float().mean() - (1 - DROPOUT) ** 2) < 0.015
 
 
+@pytest.mark.parametrize("dropout", [1e-9, 1.0])
+def test_nearly_none_or_all_dropped(dropout):
+    query, key, value, mask = inputs(2, 2, 30, 20)
+    torch.manual_seed(7)  # with this seed, the smallest probability drops none of these weights
+    found = attention_with_dropout(query, key, value, mask, dropout)
+    expected = (1 - DROPOUT) * formula(query, key, value, mask, torch.tensor(dropout < 0.5))
+    assert (found - expected).abs().max() < 6e-5  # 1.5e-5, from 1 - 2⁻¹⁶
+    (gradient,) = torch.autograd.grad(found.sum(), value)
+    assert gradient.isfinite().all()
+
+
 def test_draws_follow_the_generator():
     query, key, value, mask = inputs(2, 2, 30, 20)
     first = draw(query, key, value, mask)
@@ -122,6 +133,19 @@ def test_recomputed_layers_draw_the_same():
     torch.manual_seed(7)
     result = checkpoint(attention_with_dropout, query, key, value, mask, DROPOUT, use_reentrant=False)
     for ours, expected in zip(torch.autograd.grad(result.square().sum(), (query, key, value)), gradients, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_gradients_do_not_depend_on_the_threads_of_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(attention_dropout, "BLOCK_WEIGHTS", 500)
+    query, key, value, mask = inputs(2, 2, 30, 20)
+    gradients = []
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        loss = draw(query, key, value, mask).square().sum()
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        gradients.append(torch.autograd.grad(loss, (query, key, value)))
+    for ours, expected in zip(*gradients, strict=True):
         assert torch.equal(ours, expected)
 
 

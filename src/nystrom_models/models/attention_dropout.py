@@ -24,32 +24,34 @@ def attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Tens
     Args:
         query: (B, H, N, D). key, value: (B, H, K, D). Weights are computed in float32 at least.
         mask: (B, 1, 1, K) bool, True at visible keys, at least one in each row; None for all.
-        dropout_p: probability of dropping a weight, rounded to a multiple of 2⁻¹⁶. The others are divided by the
-            probability of being kept. It is drawn from PyTorch's generator; the drawn weights depend on the sizes and
-            on the number of threads.
+        dropout_p: probability of dropping a weight, rounded to a positive multiple of 2⁻¹⁶. The others are divided by
+            the probability of being kept. It is drawn from PyTorch's generator; the drawn weights depend on the sizes
+            and on the number of threads.
 
     Returns: (B, H, N, D), under autocast in its dtype. It has first derivatives only.
     """
     if torch.is_autocast_enabled("cpu") and query.dtype != torch.float64:
         query, key, value = (states.to(torch.get_autocast_dtype("cpu")) for states in (query, key, value))
     seed = int(torch.empty((), dtype=torch.int64).random_())
-    return _AttentionWithDropout.apply(query, key, value, mask, dropout_p, seed)
+    # The backward pass must draw the same blocks, also in a thread with another number of threads.
+    block_size = BLOCK_WEIGHTS * torch.get_num_threads()
+    return _AttentionWithDropout.apply(query, key, value, mask, dropout_p, seed, block_size)
 
 
 class _AttentionWithDropout(torch.autograd.Function):
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, seed: int) -> Tensor:
+    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *drawing: Any) -> Tensor:
         context = value.new_empty(*query.shape[:-1], value.shape[-1])
         with torch.autocast("cpu", enabled=False):
-            for block in _Blocks(query, key, mask, dropout_p, seed):
+            for block in _Blocks(query, key, mask, *drawing):
                 kept = block.weights.mul_(block.kept).to(value.dtype)
                 context[block.rows, :, block.queries] = (kept @ value[block.rows]) / block.keep_probability
         return context
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        query, key, value, mask, ctx.dropout_p, ctx.seed = inputs
-        ctx.save_for_backward(query, key, value, mask)
+        ctx.save_for_backward(*inputs[:4])
+        ctx.drawing = inputs[4:]
 
     @staticmethod
     @once_differentiable
@@ -61,7 +63,7 @@ class _AttentionWithDropout(torch.autograd.Function):
             torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32)) for states in (key, value)
         )
         with torch.autocast("cpu", enabled=False):
-            for block in _Blocks(query, key, mask, ctx.dropout_p, ctx.seed):
+            for block in _Blocks(query, key, mask, *ctx.drawing):
                 rows, queries, weights = block.rows, block.queries, block.weights
                 of_context = gradient[rows, :, queries] / block.keep_probability
                 kept = (weights * block.kept).to(value.dtype)
@@ -72,7 +74,7 @@ class _AttentionWithDropout(torch.autograd.Function):
                 changes = changes.mul_(block.scaling).to(query.dtype)
                 query_gradient[rows, :, queries] = changes @ key[rows]
                 key_gradient[rows] += changes.mT @ query[rows, :, queries]
-        return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None
+        return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None, None
 
 
 class _Blocks:
@@ -87,19 +89,19 @@ class _Blocks:
     weights: Tensor
     kept: Tensor
 
-    def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, seed: int):
-        self.query, self.key, self.mask = query, key, mask
+    def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, seed: int, block_size: int):
+        self.query, self.key, self.mask, self.block_size = query, key, mask, block_size
         self.scaling = query.shape[-1] ** -0.5
-        self.dropped_levels = round(dropout_p * _LEVELS)
-        self.keep_probability = 1 - self.dropped_levels / _LEVELS
+        self.dropped_levels = max(1, round(dropout_p * _LEVELS))
+        # If none is kept, the result is 0, not 0 / 0.
+        self.keep_probability = max(1, _LEVELS - self.dropped_levels) / _LEVELS
         self.generator = torch.Generator().manual_seed(seed)
 
     def __iter__(self) -> Iterator["_Blocks"]:
         batch, heads, length, _ = self.query.shape
-        size = BLOCK_WEIGHTS * torch.get_num_threads()
         of_query = max(1, heads * self.key.shape[2])
-        num_queries = max(1, min(length, size // of_query))
-        num_rows = max(1, size // (of_query * num_queries)) if num_queries == length else 1
+        num_queries = max(1, min(length, self.block_size // of_query))
+        num_rows = max(1, self.block_size // (of_query * num_queries)) if num_queries == length else 1
         for row in range(0, batch, num_rows):
             self.rows = slice(row, row + num_rows)
             for first in range(0, length, num_queries):
@@ -119,4 +121,4 @@ class _Blocks:
         """True where a weight is kept. A random number of 64 bits decides on four weights."""
         numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64)
         levels = numbers.random_(-(2**63), None, generator=self.generator).view(torch.int16)
-        return (levels >= self.dropped_levels - _LEVELS // 2)[: shape.numel()].view(shape)
+        return (levels > self.dropped_levels - 1 - _LEVELS // 2)[: shape.numel()].view(shape)
