@@ -11,6 +11,7 @@ from nystrom_models.conversion import convert, convert_checkpoint, converted_con
 from nystrom_models.conversion.sample import Sample
 from tests.conversion.sources import LENGTH, save_source
 from tests.conversion.test_convert import bert_tokenizer
+from tests.models.options import make_model
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,14 @@ def test_it_is_printed_and_saved(source, tmp_path):
     assert not (tmp_path / "plain").exists()
     convert_checkpoint(source, tmp_path / "plain", config)
     assert not (tmp_path / "plain" / "conversion_report.json").exists()
+
+
+def test_pairs_are_compared_as_pairs(tmp_path):
+    make_model("nystromformer-landmarks", "ForSequenceClassification", dual_encoder=True).save_pretrained(tmp_path)
+    config = converted_config(tmp_path, "linformer", projected_dim=8)
+    _, report = convert(tmp_path, config, return_report=True)
+    assert {found.of for found in report.differences} == {"logits"}
+    assert all(found.largest > 0 for found in report.differences)
 
 
 def test_differences_are_those_of_the_models(source):

@@ -117,6 +117,14 @@ def test_means_and_pairs_at_any_length(fields, tmp_path):
     assert run(path, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).shape == (3, 2)
 
 
+@pytest.mark.slow
+def test_a_causal_model_without_its_states(tmp_path):
+    model = small("linear-causal", "ForCausalLM")
+    path = export_onnx(model, tmp_path / "model.onnx", verify=True)
+    assert [value.name for value in onnxruntime.InferenceSession(path).get_outputs()] == ["logits"]
+    assert model.config.use_cache is True
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [

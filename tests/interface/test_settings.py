@@ -80,6 +80,17 @@ def test_the_configuration_says_how_many(tmp_path):
 
 
 @torch.no_grad()
+def test_a_part_of_the_settings():
+    """What is not in the configuration has its default, in a call and in `use_nystrom`."""
+    model, ids = make("BERT"), tokens()
+    model.config.nystrom = {"num_landmarks": 4}
+    model.set_attn_implementation("nystrom")
+    expected = model(ids).last_hidden_state
+    assert torch.equal(use_nystrom(model)(ids).last_hidden_state, expected)
+    assert model.config.nystrom == {"num_landmarks": 4, "pinv_iterations": 6, "layers": None}
+
+
+@torch.no_grad()
 def test_back_to_exact_attention():
     model, ids = make("BERT"), tokens()
     expected = model(ids).last_hidden_state

@@ -188,6 +188,39 @@ def test_training_does_not_store_the_weights(attention):
     assert not [shape for shape in stored if len(shape) > 2 and shape[-2:] == (length, keys)]
 
 
+@pytest.mark.parametrize("weights", [2**18, 48])
+def test_second_derivatives(weights, monkeypatch):
+    monkeypatch.setattr(attention_dropout, "BLOCK_WEIGHTS", weights)
+    query, key, value, mask = inputs(2, 2, 11, 6)
+    kept = kept_weights(query, key, mask)
+    second = []
+    for result in (draw(query, key, value, mask), formula(query, key, value, mask, kept)):
+        gradients = torch.autograd.grad(result.square().sum(), (query, key, value), create_graph=True)
+        second.append(torch.autograd.grad(sum(one.square().sum() for one in gradients), (query, key, value)))
+    for ours, of_formula in zip(*second, strict=True):
+        assert (ours - of_formula).abs().max() < 2e-14 * of_formula.abs().max()
+
+
+def test_gradient_of_a_gradient_for_one_input():
+    query, key, value, mask = inputs(2, 2, 11, 6)
+    result = draw(query.detach(), key.detach(), value, mask)
+    (gradient,) = torch.autograd.grad(result.square().sum(), value, create_graph=True)
+    assert torch.autograd.grad(gradient.square().sum(), value)[0].any()
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.5])
+def test_no_probability(dropout):
+    with pytest.raises(ValueError, match="must lie between 0 and 1: correct attention_probs_dropout_prob"):
+        attention_with_dropout(*inputs(2, 2, 30, 20), dropout)
+
+
+def test_another_default_device():
+    states = inputs(2, 2, 30, 20)
+    expected = draw(*states)
+    with torch.device("meta"):
+        assert torch.equal(draw(*states), expected)
+
+
 def test_attend_adds_the_skip():
     query, key, value, mask = inputs(2, 2, 30, 20)
     skip = torch.randn(2, 2, 30, 3, dtype=torch.float64)

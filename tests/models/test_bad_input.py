@@ -16,6 +16,16 @@ BAD_FIELDS = {
     "even convolution": (NystromformerConfig, {"conv_kernel_size": 4}, "conv_kernel_size=4 must be odd.*use 5"),
     "negative convolution": (LinformerConfig, {"conv_kernel_size": -3}, "conv_kernel_size=-3.*use 1"),
     "no landmarks": (NystromformerConfig, {"num_landmarks": 0}, "num_landmarks=0 must be at least 1"),
+    "dropout of 10": (
+        LinformerConfig,
+        {"attention_probs_dropout_prob": 10},
+        "attention_probs_dropout_prob=10 must lie",
+    ),
+    "negative dropout": (
+        NystromformerConfig,
+        {"classifier_dropout": -0.1},
+        "classifier_dropout=-0.1 must lie between 0",
+    ),
     "no iterations": (NystromformerConfig, {"pinv_iterations": 0}, "pinv_iterations=0 must be at least 1"),
     "no heads": (LinformerConfig, {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
     "no slots": (LinformerConfig, {"projected_dim": 0}, "projected_dim=0 must lie between 1 and"),
@@ -102,6 +112,18 @@ BAD_CALLS = {
     "unknown segment": ({"input_ids": IDS, "token_type_ids": torch.full_like(IDS, 2)}, "type_vocab_size - 1 = 1"),
     "label outside": ({"input_ids": IDS, "labels": IDS + 90}, "labels must lie.*raise vocab_size"),
     "labels of another shape": ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels have shape \(1, 9\)"),
+    "a row of the map beyond the end": (
+        {"input_ids": IDS, "output_attentions": True, "attention_rows": torch.tensor([3, 10])},
+        "attention_rows must lie between 0 and 9",
+    ),
+    "a row of the map counted from the end": (
+        {"input_ids": IDS, "output_attentions": True, "attention_rows": torch.tensor([-1])},
+        "attention_rows must lie between 0 and 9",
+    ),
+    "rows of the map of another batch": (
+        {"input_ids": IDS, "output_attentions": True, "attention_rows": torch.zeros(2, 3, dtype=torch.long)},
+        r"attention_rows has shape \(2, 3\)",
+    ),
     "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
     "cache": (
         {"input_ids": IDS, "use_cache": True},

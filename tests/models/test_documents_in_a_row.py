@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DataCollatorWithFlattening
 
 from nystrom_models.models.batch import first_of_document
-from tests.models.options import OPTIONS, TOLERANCE, make_model, relative_error
+from tests.models.options import OPTIONS, TOLERANCE, make_model, padded_inputs, relative_error
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -52,6 +53,35 @@ def test_loss_and_gradients_are_those_of_the_documents(lengths, padding):
         found.append((loss.detach(), gradients))
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= TOLERANCE[torch.float32] * other.abs().max()
+
+
+@pytest.mark.parametrize("option", ["linear-causal", "linear-causal_softmax"])
+def test_positions_that_restart_are_documents(option):
+    """Transformers' collator of packed rows returns only positions by default; its own causal models read them."""
+    model = make_model(option, "ForCausalLM")
+    texts = [[5, 6, 7], [8], [9, 10, 11, 12]]
+    batch = DataCollatorWithFlattening()([{"input_ids": text} for text in texts])
+    outputs = model(**batch)
+    alone = [model(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
+    assert relative_error(outputs.logits[0], torch.cat(alone)) < TOLERANCE[torch.float32]
+    numbered = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]])
+    assert torch.equal(outputs.loss, model(batch["input_ids"], labels=batch["input_ids"], seq_idx=numbered).loss)
+    states = model.base_model(batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
+    assert torch.equal(states, model.base_model(batch["input_ids"], seq_idx=numbered).last_hidden_state)
+    # One document: positions that go on, and rows padded on the left.
+    ids, mask = batch["input_ids"], torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    positions = torch.arange(8)[None]
+    assert torch.equal(model(ids, position_ids=positions).logits, model(ids).logits)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    padded = model(ids, attention_mask=mask, position_ids=positions).logits
+    assert torch.equal(padded, model(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForMultipleChoice", "ForPreTraining"])
+def test_one_result_for_several_documents_is_refused(head):
+    model, inputs = make_model("nystromformer-landmarks", head), padded_inputs(head, labels=True)
+    with pytest.raises(ValueError, match=r"several documents in a row.*a row of its own"):
+        model(**inputs, seq_idx=torch.zeros(3, 40, dtype=torch.long))
 
 
 def test_first_tokens():

@@ -145,6 +145,26 @@ def test_lora(folder, tmp_path):
     assert relative_error(again(input_ids=ids).logits, tuned) < 1e-6
 
 
+def test_prompt_tuning():
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    def tuned(option, head, kind, task):
+        return get_peft_model(make_model(option, head), kind(task_type=task, num_virtual_tokens=4))
+
+    ids = torch.randint(3, 99, (2, 12))
+    for option in FAMILIES:
+        model = tuned(option, "ForSequenceClassification", PromptTuningConfig, "SEQ_CLS")
+        model(input_ids=ids, labels=torch.tensor([0, 1])).loss.backward()
+        assert model.prompt_encoder.default.embedding.weight.grad.any()
+    model = tuned("linear-causal", "ForCausalLM", PromptTuningConfig, "CAUSAL_LM").train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.prompt_encoder.default.embedding.weight.grad.any()
+    assert model.eval().generate(input_ids=ids, max_new_tokens=5, pad_token_id=1, use_cache=False).shape == (2, 17)
+    model = tuned("linear-causal", "ForCausalLM", PrefixTuningConfig, "CAUSAL_LM")
+    with pytest.raises(ValueError, match="cannot hold the recurrent states"):
+        model(input_ids=ids, labels=ids)
+
+
 @each_family("Model")
 def test_sentence_transformers(folder, tmp_path):
     from sentence_transformers import SentenceTransformer

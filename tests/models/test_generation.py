@@ -266,6 +266,8 @@ def test_what_a_state_cannot_do_is_refused_by_name():
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"cannot hold the recurrent states.*DynamicCache\(config=model.config\)"):
         model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"cannot hold the recurrent states.*DynamicCache\(config=model.config\)"):
+        greedy(model, ids, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match=r"states of 2 rows, but there are 1"):
         model(ids[:1], past_key_values=cache)
     with pytest.raises(ValueError, match=r"output_attentions needs all tokens at once.*use_cache=False"):
@@ -274,6 +276,16 @@ def test_what_a_state_cannot_do_is_refused_by_name():
         greedy(model, ids[:, :3], past_key_values=cache)
     with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64.*resize_position_embeddings"):
         model(torch.full((2, 51), 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64.*generate fewer tokens"):
+        greedy(model, ids, max_new_tokens=52)
+    with pytest.raises(ValueError, match=r"sees no later token: leave is_causal=False out"):
+        model(ids, is_causal=False)
+    with pytest.raises(ValueError, match=r"encoder_hidden_states is for other decoders.*no cross-attention"):
+        model(ids, encoder_hidden_states=torch.zeros(2, 14, 32))
+    assert torch.equal(model(ids, is_causal=True, cache_position=torch.arange(14)).logits, model(ids).logits)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"past_key_values cannot be combined with gradient checkpointing"):
+        model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match=r"use LinearTransformerConfig\(is_decoder=True\)"):
         make_model("linear-elu", "ForCausalLM")
 
@@ -389,6 +401,19 @@ def test_caches_and_training():
     assert model(ids).past_key_values is None and model(ids, use_cache=True).past_key_values is not None
     model.gradient_checkpointing_enable()
     assert model(ids, use_cache=True).past_key_values is None
+
+
+@pytest.mark.parametrize("way", ["asked for", "not asked for", "switched off", "off in the configuration", "training"])
+def test_given_states_are_always_read(way):
+    model, ids = make(), torch.randint(3, 99, (2, 12))
+    whole = model(ids).logits[:, 7:]
+    cache = model(ids[:, :7], use_cache=True).past_key_values
+    options = {"asked for": {"use_cache": True}, "switched off": {"use_cache": False}}.get(way, {})
+    model.train(way == "training")
+    model.config.use_cache = way != "off in the configuration"
+    outputs = model(ids[:, 7:], past_key_values=cache, **options)
+    assert relative_error(outputs.logits, whole) < TOLERANCE[torch.float32]
+    assert (outputs.past_key_values is None) == (way == "switched off")
 
 
 @torch.no_grad()

@@ -23,6 +23,15 @@ def test_many_labels_in_half_precision(dtype):
     assert outputs.loss.dtype == torch.float32 and relative_error(outputs.loss, expected) < 1e-6
 
 
+@pytest.mark.parametrize("labels", [torch.zeros(3, 2), torch.zeros(6), torch.zeros(2)], ids=lambda one: str(one.shape))
+@pytest.mark.parametrize("problem_type", ["regression", "multi_label_classification"])
+def test_labels_of_another_shape_are_refused(problem_type, labels):
+    fields = {"num_labels": 3, "problem_type": problem_type}
+    model = make_model("linformer-layerwise", "ForSequenceClassification", **fields)
+    with pytest.raises(ValueError, match=r"labels have shape .* must be \(batch, num_labels\) = \(2, 3\)"):
+        model(torch.randint(3, 99, (2, 9)), labels=labels)
+
+
 def rows_of(inputs, rows):
     return {name: tensor[rows] for name, tensor in inputs.items()}
 

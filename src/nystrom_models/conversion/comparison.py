@@ -43,6 +43,15 @@ def _predictions(outputs: Any, of: str) -> Tensor:
     return outputs["prediction_logits" if "prediction_logits" in outputs else "logits"]
 
 
+def _inputs(model: PreTrainedModel, head: str, row: Tensor) -> Tensor:
+    """A row (1, N) as the head reads it: as the only choice, (1, 1, N); as a pair with itself backwards, (1, 2, N)."""
+    if head == "ForMultipleChoice":
+        return row[:, None]
+    if head == "ForSequenceClassification" and model.config.dual_encoder:
+        return torch.stack([row, row.flip(-1)], dim=1)
+    return row
+
+
 def _run(model: Any, inputs: Tensor) -> Any:
     inputs = inputs.to(model.device)
     return model(inputs, attention_mask=torch.ones_like(inputs), return_dict=True)
@@ -61,7 +70,7 @@ def measure_differences(
         largest = scale = 0.0
         same: list[Tensor] = []
         for row in rows[:, None]:
-            inputs = row[:, None] if report.head == "ForMultipleChoice" and of == "logits" else row
+            inputs = _inputs(model, report.head, row) if of == "logits" else row
             actual, expected = (_predictions(_run(one, inputs), of).float().cpu() for one in (ours, theirs))
             largest = max(largest, (actual - expected).abs().max().item())
             scale = max(scale, expected.abs().max().item())

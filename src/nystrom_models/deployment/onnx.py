@@ -73,11 +73,25 @@ def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: in
     return {name: tensors[name].to(model.device) for name in names}
 
 
+@contextmanager
+def _without_states(model: PreTrainedModel) -> Iterator[None]:
+    """A causal model without the states of its cache, which are no outputs of a file."""
+    if not model.config.is_decoder:
+        yield
+        return
+    before, model.config.use_cache = model.config.use_cache, False
+    try:
+        yield
+    finally:
+        model.config.use_cache = before
+
+
 @torch.no_grad()
 def _outputs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The model's outputs by name. Elements of a tuple, such as hidden states, are name.0, name.1, ..."""
     named: dict[str, Tensor] = {}
-    outputs: ModelOutput = model(**inputs, return_dict=True)
+    with _without_states(model):
+        outputs: ModelOutput = model(**inputs, return_dict=True)
     for name, value in outputs.items():
         if isinstance(value, Tensor):
             named[name] = value
@@ -100,7 +114,8 @@ def export_onnx(
     All inputs are int64 of shape (batch_size, sequence_length), (batch_size, num_choices, sequence_length) for
     multiple choice, (batch_size, 2, sequence_length) with `dual_encoder`, of any batch size and any length that the
     model takes, with padding at any position. Outputs have the names of the fields that the model returns (`logits`;
-    `last_hidden_state`, `pooler_output`; ...), in float32. Their values at padding are undefined.
+    `last_hidden_state`, `pooler_output`; ...), in float32; a causal model's states are left out. Values at padding are
+    undefined.
 
     Args:
         model: in evaluation mode and in float32.
@@ -134,7 +149,7 @@ def export_onnx(
     axes = {0: Dim("batch_size", min=1), inputs["input_ids"].dim() - 1: Dim("sequence_length", min=1, max=limit)}
     if _has_choices(model):
         axes[1] = Dim("num_choices", min=1)
-    with _quiet():
+    with _quiet(), _without_states(model):
         program = torch.onnx.export(
             model,
             kwargs=inputs,

@@ -17,8 +17,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from ..models.attention_nystrom import Segments, landmark_segments
-from ..models.batch import depends_on_values
 from ..models.input_checks import require
+from ..models.tracing import depends_on_values
 from .settings import LayerSettings
 
 # Masks add the dtype's minimum, -10000 or -inf to the scores of invisible keys; e to the power of -1000 is 0, too.

@@ -183,7 +183,8 @@ def _field(
     """The validated field, from the arguments or, without any, from the configurations."""
     saved = getattr(configs[0], FIELD, None)
     if num_landmarks is None and pinv_iterations is None and layers is None and saved is not None:
-        field = saved
+        defaults = {"num_landmarks": DEFAULT_LANDMARKS, "pinv_iterations": DEFAULT_ITERATIONS, "layers": None}
+        field: dict[str, Any] = defaults | saved if isinstance(saved, dict) else saved
     else:
         if num_landmarks is None:
             num_landmarks = getattr(configs[0], "num_landmarks", None) or DEFAULT_LANDMARKS

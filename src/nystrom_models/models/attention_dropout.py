@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 BLOCK_WEIGHTS = 2**18  # of each thread: 1 MB in float32
 _LEVELS = 2**16
@@ -28,11 +27,18 @@ def attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Tens
             the probability of being kept. It is drawn from PyTorch's generator; the drawn weights depend on the sizes
             and on the number of threads.
 
-    Returns: (B, H, N, D), under autocast in its dtype. It has first derivatives only.
+    Returns: (B, H, N, D), under autocast in its dtype. Second derivatives store the weights.
+
+    Raises ValueError for a probability outside 0 to 1.
     """
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(
+            f"The attention's dropout is {dropout_p}, but must lie between 0 and 1: correct "
+            "attention_probs_dropout_prob (in some models attention_dropout) in the configuration."
+        )
     if torch.is_autocast_enabled("cpu") and query.dtype != torch.float64:
         query, key, value = (states.to(torch.get_autocast_dtype("cpu")) for states in (query, key, value))
-    seed = int(torch.empty((), dtype=torch.int64).random_())
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     # The backward pass must draw the same blocks, also in a thread with another number of threads.
     block_size = BLOCK_WEIGHTS * torch.get_num_threads()
     return _AttentionWithDropout.apply(query, key, value, mask, dropout_p, seed, block_size)
@@ -41,12 +47,7 @@ def attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Tens
 class _AttentionWithDropout(torch.autograd.Function):
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *drawing: Any) -> Tensor:
-        context = value.new_empty(*query.shape[:-1], value.shape[-1])
-        with torch.autocast("cpu", enabled=False):
-            for block in _Blocks(query, key, mask, *drawing):
-                kept = block.weights.mul_(block.kept).to(value.dtype)
-                context[block.rows, :, block.queries] = (kept @ value[block.rows]) / block.keep_probability
-        return context
+        return _attend(query, key, value, mask, *drawing)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -54,9 +55,14 @@ class _AttentionWithDropout(torch.autograd.Function):
         ctx.drawing = inputs[4:]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # create_graph=True: the gradient is differentiated in turn.
+            wanted = [states for states in (query, key, value) if states.requires_grad]
+            context = _attend(query, key, value, mask, *ctx.drawing)
+            found = iter(torch.autograd.grad(context, wanted, gradient, create_graph=True))
+            return (*(next(found) if states.requires_grad else None for states in (query, key, value)), *[None] * 4)
         query_gradient = torch.empty_like(query)
         # Sums over blocks of queries lose digits in half precision.
         key_gradient, value_gradient = (
@@ -77,6 +83,15 @@ class _AttentionWithDropout(torch.autograd.Function):
         return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None, None
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *drawing: Any) -> Tensor:
+    context = value.new_empty(*query.shape[:-1], value.shape[-1])
+    with torch.autocast("cpu", enabled=False):
+        for block in _Blocks(query, key, mask, *drawing):
+            kept = (block.weights * block.kept).to(value.dtype)
+            context[block.rows, :, block.queries] = (kept @ value[block.rows]) / block.keep_probability
+    return context
+
+
 class _Blocks:
     """The blocks of weights that are computed at once, one after the other.
 
@@ -95,7 +110,7 @@ class _Blocks:
         self.dropped_levels = max(1, round(dropout_p * _LEVELS))
         # If none is kept, the result is 0, not 0 / 0.
         self.keep_probability = max(1, _LEVELS - self.dropped_levels) / _LEVELS
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def __iter__(self) -> Iterator["_Blocks"]:
         batch, heads, length, _ = self.query.shape
@@ -119,6 +134,6 @@ class _Blocks:
 
     def _draw(self, shape: torch.Size) -> Tensor:
         """True where a weight is kept. A random number of 64 bits decides on four weights."""
-        numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64)
+        numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64, device="cpu")
         levels = numbers.random_(-(2**63), None, generator=self.generator).view(torch.int16)
         return (levels > self.dropped_levels - 1 - _LEVELS // 2)[: shape.numel()].view(shape)

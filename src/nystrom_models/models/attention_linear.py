@@ -28,6 +28,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .cpu_blocks import BLOCK_TOKENS
 from .token_layout import take_tokens
+from .tracing import depends_on_values
 
 EPSILON = 1e-6
 # Tokens of a chunk: about the number of features of a head, so that scores and states cost about the same.
@@ -175,6 +176,8 @@ def causal_product(left: Tensor, right: Tensor, values: Tensor, state: Tensor) -
 class _CausalProduct(torch.autograd.Function):
     """`_causal_product`; its gradients are products of the same kind (eq. 13 to 15)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool) -> tuple[Tensor, Tensor]:
         return _causal_product(left, right, values, state, backwards)
@@ -206,7 +209,7 @@ def _causal_product(
     left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """`causal_product`; with `backwards`, the sum is over j >= i, and the state is that of the later tokens."""
-    if left.device.type != "cpu" or is_tracing(left):
+    if left.device.type != "cpu" or not depends_on_values(left):
         return _product_by_chunks(left, right, values, state, backwards)
     # Blocks stay in the CPU's caches, and intermediate results need the memory of only one block.
     out = state.new_empty(*left.shape[:3], values.shape[3])

@@ -12,20 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.utils.import_utils import is_tracing
 
 from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
+from .tracing import depends_on_values
 
 # From this share of padding on, only the valid tokens are computed. Below it, copying the tokens into rows for the
 # attention and back takes about as long as the linear layers would save.
 LEAST_PADDING = 1 / 16
-
-
-def depends_on_values(tensor: Tensor) -> bool:
-    """Whether Python may read the values of this tensor: not while a graph is recorded, and not for tensors without
-    values (meta and fake tensors)."""
-    return not (is_tracing(tensor) or tensor.is_meta)
 
 
 @dataclass
@@ -241,6 +235,15 @@ def first_of_document(documents: Tensor, mask: Tensor | None) -> Tensor:
         before = F.pad(places[:, :-1], (1, 0), value=-1)
     changed = (before < 0) | (documents != documents.gather(1, before.clamp_min(0)))
     return changed if mask is None else changed & mask
+
+
+def restarting_documents(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """The number of each token's document, (B, N) int64, where packed documents show only in positions that start
+    again; None where none does, and in graphs, which cannot know."""
+    if position_ids is None or not depends_on_values(position_ids):
+        return None
+    restarts = position_ids.diff(dim=-1, prepend=position_ids[..., :1] - 1) < 1
+    return restarts.cumsum(dim=-1).expand(shape) if restarts.any() else None
 
 
 def _by_document(mask: Tensor | None, documents: Tensor) -> Batch:

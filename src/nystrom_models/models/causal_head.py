@@ -13,12 +13,12 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .batch import first_of_document
+from .batch import first_of_document, restarting_documents
 from .configuration_base import BaseConfig
-from .input_checks import require_labels
+from .input_checks import require_labels, require_one_input
 from .losses import IGNORED
 from .modeling_base import BasePreTrainedModel
-from .recurrent_cache import columns_seen
+from .recurrent_cache import columns_seen, require_recurrent
 from .token_layout import positions_by_rank, token_ranks
 
 
@@ -75,8 +75,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         Args:
             labels: (B, N) int64, the tokens themselves: each is predicted from the valid token before it. -100 for
                 tokens that are not predicted; padding never is.
-            use_cache: whether to return the states to continue from; `config.use_cache` if None, but not while
-                training.
+            use_cache: whether to return the states to continue from. If None, where `past_key_values` are given, and
+                by `config.use_cache` outside training.
             logits_to_keep: the number of last tokens to compute the logits of, or the positions of the tokens, (K,)
                 int64. 0: all tokens.
             shift_labels: (B, N) int64, instead of labels: for each token the label that it predicts. For sequence
@@ -88,8 +88,12 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
 
         Returns: loss, logits (B, N or K, V), past_key_values and, on request, the base model's other outputs.
         """
+        if seq_idx is None and attention_mask is None and past_key_values is None and not use_cache:
+            shape = require_one_input(input_ids, inputs_embeds).shape
+            seq_idx = restarting_documents(position_ids, (shape[0], shape[1]))
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and seq_idx is None
+            keeps = self.config.use_cache and not self.training and seq_idx is None
+            use_cache = keeps or past_key_values is not None
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -207,7 +211,10 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
 
     def _first_new_token(self, given: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """The index of the first token that the cache has not seen, in a prompt of `given` tokens."""
-        seen = columns_seen(model_kwargs.get("past_key_values"))
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and self.config.has_states:
+            require_recurrent(cache, self.config.num_hidden_layers, type(self).__name__)
+        seen = columns_seen(cache)
         if seen == 0:
             return 0
         mask = model_kwargs.get("attention_mask")

@@ -143,6 +143,8 @@ class BaseConfig(PreTrainedConfig):
                 f"hidden_size={width} is not a multiple of num_attention_heads={heads}: "
                 f"use hidden_size={-(-width // heads) * heads} or another number of heads."
             )
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            require_probability(name, getattr(self, name))
         require_one_of("layer_norm_position", self.layer_norm_position, LAYER_NORM_POSITIONS)
         require_one_of("classifier_pooling", self.classifier_pooling, POOLINGS)
         if self.add_cross_attention:
@@ -168,6 +170,12 @@ def require_positive(name: str, value: int) -> None:
     """Raises ValueError for a field that must be at least 1."""
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1.")
+
+
+def require_probability(name: str, value: float | None) -> None:
+    """Raises ValueError for a field that is neither None nor from 0 to 1."""
+    if value is not None and not 0 <= value <= 1:
+        raise ValueError(f"{name}={value} must lie between 0 and 1.")
 
 
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.utils.import_utils import is_tracing
+
+from .tracing import depends_on_values
 
 BLOCK_TOKENS = 1024
 
@@ -25,9 +26,9 @@ def has_hooks(module: nn.Module) -> bool:
 def pays_in_blocks(states: Tensor, module: nn.Module) -> bool:
     """Whether `overwrite_in_blocks` is allowed for states (..., C) with a function of this module, and saves time."""
     # With dropout, a checkpointed layer must draw the same numbers when it is computed again, with gradients.
-    if torch.is_grad_enabled() or module.training or states.device.type != "cpu" or is_tracing(states):
+    if torch.is_grad_enabled() or module.training or states.device.type != "cpu":
         return False
-    return states.shape[:-1].numel() > BLOCK_TOKENS and not has_hooks(module)
+    return depends_on_values(states) and states.shape[:-1].numel() > BLOCK_TOKENS and not has_hooks(module)
 
 
 def overwrite_in_blocks(function: Callable[..., Tensor], states: Tensor, *others: Tensor) -> Tensor:

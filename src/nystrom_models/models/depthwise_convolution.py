@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.utils.import_utils import is_tracing
 
 from .token_layout import split_heads
+from .tracing import depends_on_values
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # oneDNN convolves in bfloat16, summing in float32, from AVX-512 on.
@@ -80,6 +80,8 @@ class _DepthwiseConvolution(torch.autograd.Function):
     """`_filter_tokens` with a gradient of its own: oneDNN's gradient for kernels of 35 tokens and more is wrong by a
     tenth (torch 2.13)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(value: Tensor, weight: Tensor) -> Tensor:
         return _filter_tokens(value, weight)
@@ -106,7 +108,7 @@ def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
     filter saw; the sum of these products has the wanted sums along its diagonals.
     """
     size, reach = max(16, taps - 1), taps // 2
-    multiply = _multiply_in_graph if is_tracing(gradient) else _multiply_in_place
+    multiply = _multiply_in_place if depends_on_values(gradient) else _multiply_in_graph
     with torch.autocast("cpu", enabled=False):
         products = multiply(gradient, value, size, reach)
     # Padding the rows by one shifts each row against the one before it, so that each diagonal becomes a column.

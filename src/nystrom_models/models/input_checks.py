@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import depends_on_values
 from .configuration_base import BaseConfig
+from .tracing import depends_on_values
 
 # Arguments that Transformers' tools pass to every model, and that the base model does not need.
 _IGNORED_ARGUMENTS = ("num_items_in_batch",)
-_DECODER_ARGUMENTS = ("cache_position", "encoder_hidden_states", "encoder_attention_mask", "is_causal")
+_CAUSAL_ARGUMENTS = ("cache_position", "is_causal")
+_DECODER_ARGUMENTS = (*_CAUSAL_ARGUMENTS, "encoder_hidden_states", "encoder_attention_mask")
 
 
 def require(condition: Tensor, message: str) -> None:
@@ -38,16 +39,19 @@ def require_labels(labels: Tensor, size: int, name: str, field: str, ignore_inde
     )
 
 
-def reject_arguments(name: str, arguments: dict[str, Any]) -> None:
+def reject_arguments(name: str, arguments: dict[str, Any], is_decoder: bool) -> None:
     """Raises for arguments that the model called `name` would ignore: a misspelt mask must not go unnoticed."""
     for argument, value in arguments.items():
-        if argument in _IGNORED_ARGUMENTS:
+        if argument in _IGNORED_ARGUMENTS or (is_decoder and argument in _CAUSAL_ARGUMENTS and value is not False):
             continue
         if argument not in _DECODER_ARGUMENTS:
             raise TypeError(f"{name}.forward() got an unexpected argument {argument!r}; attention_mask marks padding.")
+        if is_decoder and argument == "is_causal":
+            raise ValueError(f"{name} has is_decoder=True, and sees no later token: leave is_causal=False out.")
         if value is not None and value is not False:
+            reason = "has no cross-attention" if is_decoder else "is an encoder that sees the whole sequence"
             raise ValueError(
-                f"{argument} is for decoders; {name} is an encoder that sees the whole sequence: leave {argument} out."
+                f"{argument} is for {'other ' * is_decoder}decoders; {name} {reason}: leave {argument} out."
             )
 
 
@@ -114,6 +118,8 @@ def check_inputs(
             f"token_type_ids must lie between 0 and type_vocab_size - 1 = {types - 1}.",
         )
     if position_ids is not None:
+        if config.is_decoder and limit is not None:
+            check_positions(position_ids, limit)  # generate() counts on from the prompt
         first = config.first_position
         last = None if limit is None else first + limit - 1
         inside = position_ids >= first if last is None else (position_ids >= first) & (position_ids <= last)
@@ -133,12 +139,33 @@ def check_inputs(
 
 
 def check_positions(positions: Tensor, limit: int) -> None:
-    """Raises ValueError for tokens (B, ...) that continue a cache beyond the longest sequence."""
+    """Raises ValueError for tokens (B, ...) that continue a text beyond the longest sequence."""
     require(
         (positions < limit).all(),
-        f"With the tokens that past_key_values has seen, the sequence is longer than max_position_embeddings={limit}: "
-        f"raise the limit by resize_position_embeddings({2 * limit}).",
+        f"With the tokens before, the sequence is longer than max_position_embeddings={limit}: generate fewer tokens, "
+        f"or raise the limit by resize_position_embeddings({2 * limit}).",
     )
+
+
+def check_attention_rows(rows: Tensor, batch: int, length: int) -> None:
+    """Raises ValueError unless `attention_rows` are (R,) or (B, R) places in rows of this length."""
+    if rows.dim() not in (1, 2) or (rows.dim() == 2 and rows.shape[0] != batch):
+        raise ValueError(
+            f"attention_rows has shape {tuple(rows.shape)}, but must be (rows,) or (batch, rows) with batch={batch}."
+        )
+    require(
+        ((rows >= 0) & (rows < length)).all(),
+        f"attention_rows must lie between 0 and {length - 1}: rows have {length} tokens.",
+    )
+
+
+def reject_documents(arguments: dict[str, Any], what: str) -> None:
+    """Raises ValueError for packed rows in a model that predicts `what` for each row."""
+    if arguments.get("seq_idx") is not None:
+        raise ValueError(
+            f"seq_idx packs several documents in a row, but this model predicts one {what} for each row: "
+            "give each document a row of its own."
+        )
 
 
 def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, output_attentions: bool) -> None:
@@ -147,8 +174,8 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, but must be (batch, length) = {shape}.")
     if has_cache or output_attentions:
         raise ValueError(
-            "seq_idx makes a row of each document, so that caches and attention maps do not fit: use "
-            "use_cache=False and output_attentions=False, or one document in each row."
+            "seq_idx, or position_ids that restart, make a row of each document, so that caches and attention maps do "
+            "not fit: use use_cache=False and output_attentions=False, or one document in each row."
         )
     if not depends_on_values(seq_idx):
         raise ValueError(

@@ -32,15 +32,24 @@ def cross_entropy(
 def squared_error(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Mean squared error of numbers (B,) or (B, num_labels)."""
     logits = _precise(logits)
-    total = F.mse_loss(logits, labels.to(logits).view_as(logits), reduction="sum")
+    total = F.mse_loss(logits, _like(logits, labels), reduction="sum")
     return _mean(total, labels.numel(), num_items_in_batch)
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Mean over (B, num_labels) of the cross entropy of each label, 0 or 1, by itself."""
     logits = _precise(logits)
-    total = F.binary_cross_entropy_with_logits(logits, labels.to(logits).view_as(logits), reduction="sum")
+    total = F.binary_cross_entropy_with_logits(logits, _like(logits, labels), reduction="sum")
     return _mean(total, labels.numel(), num_items_in_batch)
+
+
+def _like(logits: Tensor, labels: Tensor) -> Tensor:
+    """The labels in the shape (B, num_labels) of the logits; with one label, (B,) are taken, too."""
+    if labels.shape != logits.shape and (logits.shape[-1] != 1 or labels.shape != logits.shape[:-1]):
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, but must be (batch, num_labels) = {tuple(logits.shape)}."
+        )
+    return labels.to(logits).view_as(logits)
 
 
 def _precise(logits: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.import_utils import is_tracing
 
 from .attention_dropout import attention_with_dropout
 from .cpu_blocks import add_attention
 from .token_layout import take_tokens
+from .tracing import depends_on_values
 
 # softmax(query keyᵀ / √D) value, with the arguments of `attend`.
 Attend = Callable[..., Tensor]
@@ -48,9 +48,9 @@ def attend(
     mask = visible_keys(key_mask)
     # Dropout drawn in blocks would differ when a checkpointed layer is recomputed.
     in_blocks = skip is not None and skip.device.type == "cpu" and dropout_p == 0
-    if in_blocks and not torch.is_grad_enabled() and not is_tracing(query):
+    if in_blocks and not torch.is_grad_enabled() and depends_on_values(query):
         return add_attention(F.scaled_dot_product_attention, query, key, value, mask, skip)
-    if dropout_p > 0 and query.device.type == "cpu" and not is_tracing(query):
+    if dropout_p > 0 and query.device.type == "cpu" and depends_on_values(query):
         context = attention_with_dropout(query, key, value, mask, dropout_p)
     else:
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)

@@ -15,10 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .batch import AttentionMaps, make_batch
+from .batch import AttentionMaps, make_batch, restarting_documents
 from .configuration_base import BaseConfig
 from .embeddings import Embeddings, is_sinusoidal, repeat_positions
 from .input_checks import (
+    check_attention_rows,
     check_documents,
     check_inputs,
     check_positions,
@@ -252,16 +253,17 @@ class BaseModel(BasePreTrainedModel):
             output_attentions: return the N×N map of each head, which takes memory quadratic in N.
             attention_rows: (R,) or (B, R) int64; with `output_attentions`, return only the rows of these tokens, in
                 memory linear in N.
-            past_key_values, use_cache: for causal families only: the recurrent states to continue from, and whether to
-                return them. A new cache is made if none is given.
+            past_key_values, use_cache: for causal families only: the recurrent states to continue from, which this
+                call's tokens are added to, and whether to return them. A new cache is made if none is given.
             seq_idx: (B, N) int64, for rows packed with several documents: the number of each token's document. No
-                token sees another document, and positions restart in each document.
+                token sees another document, and positions restart in each document. If None, a decoder without a cache
+                and a mask takes it from `position_ids` that restart, but not in a graph.
             output_token_places: for heads, see `BaseModelOutput`.
 
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
             (B, H, N or R, N). Hidden states are zero at padding.
         """
-        reject_arguments(type(self).__name__, kwargs)
+        reject_arguments(type(self).__name__, kwargs, self.config.is_decoder)
         cache = self._cache(past_key_values, use_cache)
         inputs = require_one_input(input_ids, inputs_embeds)
         seen = read_state(cache, 0, State.TOKENS)
@@ -280,6 +282,8 @@ class BaseModel(BasePreTrainedModel):
                 "output_attentions needs all tokens at once, but past_key_values holds only a sum over earlier "
                 "tokens: use use_cache=False."
             )
+        if seq_idx is None and self.config.is_decoder and attention_mask is None and cache is None:
+            seq_idx = restarting_documents(position_ids, shape)
         if seq_idx is not None:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
         # A map has rows and columns of all N tokens.
@@ -289,6 +293,8 @@ class BaseModel(BasePreTrainedModel):
         if seen is not None and position_ids is None and limit is not None:
             check_positions(batch.positions, limit)
         if output_attentions:
+            if attention_rows is not None:
+                check_attention_rows(attention_rows, *shape)
             batch.maps = AttentionMaps(None if attention_rows is None else batch.rank_of(attention_rows))
         embeddings = self.embeddings(inputs, batch, token_type_ids, position_ids)
         last, states = self.encoder(embeddings, batch, bool(output_hidden_states))
@@ -299,7 +305,7 @@ class BaseModel(BasePreTrainedModel):
             pooler_output=None if self.pooler is None else self.pooler(last, batch.given_mask),
             hidden_states=states,
             attentions=tuple(batch.maps.collected) if output_attentions else None,
-            past_key_values=cache,
+            past_key_values=None if use_cache is False else cache,
             token_places=batch.sources if output_token_places else None,
         )
 
@@ -308,15 +314,19 @@ class BaseModel(BasePreTrainedModel):
         if not self.config.has_states:
             reject_cache(type(self).__name__, past_key_values, use_cache, self.config.is_decoder)
             return None
-        if use_cache is False:
-            return None
-        if self.training and self.encoder.gradient_checkpointing and (use_cache or past_key_values is not None):
+        checkpointing = self.training and self.encoder.gradient_checkpointing
+        if past_key_values is not None:
+            if checkpointing:
+                raise ValueError(
+                    "past_key_values cannot be combined with gradient checkpointing, which adds the tokens twice: "
+                    "leave past_key_values out, or call gradient_checkpointing_disable()."
+                )
+            require_recurrent(past_key_values, self.config.num_hidden_layers, type(self).__name__)
+            return past_key_values
+        if use_cache and checkpointing:
             logger.warning_once("use_cache=True cannot be combined with gradient checkpointing: it is set to False.")
             return None
-        if past_key_values is None:
-            return DynamicCache(config=self.config) if use_cache else None
-        require_recurrent(past_key_values, self.config.num_hidden_layers, type(self).__name__)
-        return past_key_values
+        return DynamicCache(config=self.config) if use_cache else None
 
 
 class Pooler(nn.Module):

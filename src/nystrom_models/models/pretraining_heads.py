@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
-from .input_checks import require_labels
+from .input_checks import reject_documents, require_labels
 from .layers import activation
 from .losses import cross_entropy, without_padding
 from .modeling_base import BaseModelOutput, BasePreTrainedModel
@@ -252,6 +252,8 @@ class BaseForPreTraining(BaseWithLMHead):
 
         Returns: `ForPreTrainingOutput`.
         """
+        if sentence_order_label is not None:
+            reject_documents(kwargs, "sentence order")
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(
             *inputs, output_attentions, output_hidden_states, output_token_places=True, return_dict=True, **kwargs

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
-from .input_checks import require_labels, require_one_input, require_pairs
+from .input_checks import reject_documents, require_labels, require_one_input, require_pairs
 from .layers import activation
 from .losses import IGNORED, binary_cross_entropy, cross_entropy, squared_error, without_padding
 from .modeling_base import BasePreTrainedModel
@@ -86,6 +86,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         Returns: loss, logits (B, num_labels) and, on request, the base model's other outputs; with `dual_encoder`
             those of 2 B rows.
         """
+        reject_documents(kwargs, "label")
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         if self.config.dual_encoder:
             require_pairs(require_one_input(input_ids, inputs_embeds), 3 if inputs_embeds is None else 4)
@@ -269,6 +270,7 @@ class BaseForMultipleChoice(BasePreTrainedModel):
 
         Returns: loss, logits (B, choices) and, on request, the base model's other outputs.
         """
+        reject_documents(kwargs, "score")
         choices = require_one_input(input_ids, inputs_embeds).shape[1]
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         # A choice is a row of the batch.

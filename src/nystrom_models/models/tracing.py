@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When Python may branch on the values of tensors."""
+
+import torch
+from torch import Tensor
+from transformers.utils.import_utils import is_tracing
+
+
+def depends_on_values(tensor: Tensor) -> bool:
+    """Whether Python may read the values of this tensor: not while a graph is recorded, not for tensors without values
+    (meta and fake tensors), and not under `torch.func.vmap`, where one tensor stands for several."""
+    return not (is_tracing(tensor) or tensor.is_meta or is_batched(tensor))
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for several, under `torch.func.vmap`."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False

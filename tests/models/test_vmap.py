@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.func.vmap`: results and gradients of each row by itself, as differential privacy needs them."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+
+from tests.models.options import OPTIONS, TOLERANCE, make_model, relative_error
+
+# PyTorch has no batching rule for its own attention, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+def batch():
+    ids, mask = torch.randint(3, 99, (3, 40)), torch.ones(3, 40, dtype=torch.long)
+    mask[1, 25:] = mask[2, :7] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradients_of_each_row(option):
+    causal = OPTIONS[option][1].get("is_decoder", False)
+    model = make_model(option, "ForCausalLM" if causal else "ForMaskedLM")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, ids, mask):
+        inputs = {"input_ids": ids[None], "attention_mask": mask[None], "labels": ids[None]}
+        return functional_call(model, parameters, (), inputs).loss
+
+    ids, mask = batch()
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, ids, mask)
+    for row in range(3):
+        model.zero_grad()
+        model(ids[row : row + 1], attention_mask=mask[row : row + 1], labels=ids[row : row + 1]).loss.backward()
+        ours = torch.cat([found[name][row].flatten() for name in parameters])
+        alone = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        assert relative_error(ours, alone) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu", "linear-causal"])
+@torch.no_grad()
+def test_results_of_each_row_and_dropout(option):
+    has_weights = not option.startswith("linear-")
+    model = make_model(option, attention_probs_dropout_prob=0.5 if has_weights else 0.0)
+    ids, mask = batch()
+
+    def states(ids, mask):
+        return model(ids[None], attention_mask=mask[None]).last_hidden_state[0]
+
+    expected = model(ids, attention_mask=mask).last_hidden_state
+    assert relative_error(vmap(states)(ids, mask), expected) < TOLERANCE[torch.float32]
+    if has_weights:
+        model.train()
+        same = vmap(states, randomness="different")(ids[:1].expand(2, -1), mask[:1].expand(2, -1))
+        assert not torch.equal(same[0], same[1])
