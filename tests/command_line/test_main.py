@@ -92,5 +92,5 @@ def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert command.main(["completion", "bash"]) == 1
     assert capsys.readouterr().err == (
-        "nystrom-models completion: completion needs shtab: pip install 'nystrom-models[cli]'.\n"
+        "nystrom-models completion: completion needs shtab: pip install '.[cli]' in the repository.\n"
     )

@@ -19,7 +19,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("matplotlib is needed to draw: pip install 'nystrom-models[train]'.") from error
+    raise ImportError("matplotlib is needed to draw: pip install '.[train]' in the repository.") from error
 
 # The color of text and lines, replaced by that of the page, which is dark on light or light on dark.
 INK = "#010203"

@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> None:
         # A script completes without delay; a call of the program would import PyTorch at each Tab.
         import shtab
     except ImportError as error:
-        raise ImportError("completion needs shtab: pip install 'nystrom-models[cli]'.") from error
+        raise ImportError("completion needs shtab: pip install '.[cli]' in the repository.") from error
 
     from .main import make_parser
 

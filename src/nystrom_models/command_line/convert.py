@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="A folder or a name on the Hub.")
     parser.add_argument("out", metavar="OUT", help="A folder that is new or empty.")
     parser.add_argument(
-        "--family", choices=FAMILY_NAMES, default=FAMILY_NAMES[0], help="The family to convert to (%(default)s)."
+        "--family",
+        choices=FAMILY_NAMES,
+        default=FAMILY_NAMES[0],
+        help="The family to convert to (default: %(default)s).",
     )
     parser.add_argument("--max_length", type=int, metavar="N", help="Tokens of the longest sequence.")
     parser.add_argument(
@@ -52,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=by_layer,
         metavar="M",
         default=argparse.SUPPRESS,
-        help="Landmarks of a Nyströmformer: one number, one for each layer (with commas), or none for softmax "
-        "attention.",
+        help="Landmarks of a Nyströmformer: a number, a list by layer (64,32,16), or none for softmax attention.",
     )
     parser.add_argument(
         "--conv_kernel_size",
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=by_layer,
         metavar="K",
         default=argparse.SUPPRESS,
-        help="Slots of a Linformer: one number, one for each layer (with commas), or one for each head (JSON lists).",
+        help="Slots of a Linformer: a number, a list by layer (64,32), or JSON lists by head.",
     )
     parser.add_argument(
         "--share_projection",
@@ -84,13 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Feature map of a linear transformer: hedgehog is learned, and the default; none for softmax attention.",
     )
     parser.add_argument(
-        "--head", choices=HEADS, metavar="HEAD", help=f"Head of the model (the source's): {', '.join(HEADS)}."
+        "--head", choices=HEADS, metavar="HEAD", help=f"Head of the model (default: the source's): {', '.join(HEADS)}."
     )
     parser.add_argument(
         "--positions",
         choices=METHODS,
         default=METHODS[0],
-        help="How to make more positions than the source has (%(default)s).",
+        help="How to make more positions than the source has (default: %(default)s).",
     )
     parser.add_argument(
         "--sample_file",

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         from ..analysis.texts import longest_row
         from ..data.files import load_files
     except ImportError as error:
-        raise ImportError(f"inspect needs {error.name}: pip install 'nystrom-models[train]'.") from error
+        raise ImportError(f"inspect needs {error.name}: pip install '.[train]' in the repository.") from error
     device = _device(arguments.device)
     texts = _column(load_files(arguments.text_file, "--text_file"), arguments.text_column_name)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.checkpoint)

@@ -81,8 +81,8 @@ def _check(config: NystromformerConfig, head: str) -> None:
     longest = config.max_position_embeddings
     if not all(number is None or number >= longest for number in config.landmarks_by_layer):
         raise ValueError(
-            f"BERT has softmax attention, the model num_landmarks={config.num_landmarks}: load it with "
-            "num_landmarks=None, if it shall attend exactly."
+            f"A BERT has softmax attention, but the model has num_landmarks={config.num_landmarks}: load it with "
+            "num_landmarks=None."
         )
     for name, value in expected.items():
         if getattr(config, name) != value:

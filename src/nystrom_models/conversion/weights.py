@@ -74,7 +74,10 @@ def take_over(
             state.put(name, tensor, theirs)
             continue
         if name.startswith(("embeddings.", "encoder.")) and not is_of_a_family(name):
-            raise ValueError(f"The weight {theirs!r} of the source has no place in {type(model).__name__}.")
+            raise ValueError(
+                f"The weight {theirs!r} of the source has no place in {type(model).__name__}: give a "
+                "checkpoint with BERT's layers."
+            )
         left_behind.add(theirs)
     left_behind -= {theirs for name, (_, theirs) in source.weights.items() if name in state.tensors}
     _put_embeddings(state, source, config, positions)

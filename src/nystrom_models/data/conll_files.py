@@ -28,9 +28,9 @@ def _sentences(files: Sequence[tuple[str, int, int]], text_column: str, label_co
                 continue
             width = width or len(fields)
             if len(fields) != width or width < 2:
+                wanted = "a word and its label are needed" if width < 2 else f"the first line has {width}"
                 raise ValueError(
-                    f"{path}, line {number}: {len(fields)} columns, but {'a label is needed' if width < 2 else width} "
-                    "beside the word; an empty line ends a sentence."
+                    f"{path}, line {number}: {len(fields)} columns, but {wanted}; an empty line ends a sentence."
                 )
             words.append(fields[0])
             labels.append(fields[-1])

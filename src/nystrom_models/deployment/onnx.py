@@ -29,7 +29,7 @@ def require_packages(*packages: str) -> None:
     """Raises ImportError for packages of the extra `onnx` that are not installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise ImportError(f"{' and '.join(missing)} cannot be imported: pip install 'nystrom-models[onnx]'.")
+        raise ImportError(f"{' and '.join(missing)} cannot be imported: pip install '.[onnx]' in the repository.")
 
 
 @contextmanager

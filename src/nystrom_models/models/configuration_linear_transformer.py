@@ -114,7 +114,7 @@ class LinearTransformerConfig(BaseConfig):
         if self.max_position_embeddings is None or not 1 <= self.projected_dim <= self.max_position_embeddings:
             raise ValueError(
                 f"projected_dim={self.projected_dim} must lie between 1 and max_position_embeddings="
-                f"{self.max_position_embeddings}, which must be a number, too."
+                f"{self.max_position_embeddings}: set both to numbers."
             )
 
 

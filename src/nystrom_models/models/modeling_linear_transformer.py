@@ -157,7 +157,7 @@ class LinearTransformerForMaskedLM(BaseForMaskedLM, LinearTransformerPreTrainedM
 
 
 class LinearTransformerForSequenceClassification(BaseForSequenceClassification, LinearTransformerPreTrainedModel):
-    """Linear transformer with a classification or regression head over its first token (causal: its last)."""
+    """Linear transformer with a classification or regression head over its pooled state (`classifier_pooling`)."""
 
 
 class LinearTransformerForTokenClassification(BaseForTokenClassification, LinearTransformerPreTrainedModel):

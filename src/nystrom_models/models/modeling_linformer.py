@@ -197,7 +197,7 @@ class LinformerForMaskedLM(BaseForMaskedLM, LinformerPreTrainedModel):
 
 
 class LinformerForSequenceClassification(BaseForSequenceClassification, LinformerPreTrainedModel):
-    """Linformer with a classification or regression head over its first token."""
+    """Linformer with a classification or regression head over its pooled state (`classifier_pooling`)."""
 
 
 class LinformerForTokenClassification(BaseForTokenClassification, LinformerPreTrainedModel):

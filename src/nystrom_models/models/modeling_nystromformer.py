@@ -91,7 +91,7 @@ class NystromformerForMaskedLM(BaseForMaskedLM, NystromformerPreTrainedModel):
 
 
 class NystromformerForSequenceClassification(BaseForSequenceClassification, NystromformerPreTrainedModel):
-    """Nyströmformer with a classification or regression head over its first token."""
+    """Nyströmformer with a classification or regression head over its pooled state (`classifier_pooling`)."""
 
 
 class NystromformerForTokenClassification(BaseForTokenClassification, NystromformerPreTrainedModel):

@@ -71,7 +71,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float, sentence_order: bo
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ImportError("--lora_r needs PEFT: pip install 'nystrom-models[lora]'.") from error
+        raise ImportError("--lora_r needs PEFT: pip install '.[lora]' in the repository.") from error
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=_TARGETS)  # type: ignore[arg-type]
     inject_adapter_in_model(config, model, _ADAPTER)
     heads = (".pooler.", "cls.seq_relationship.") if sentence_order else ()

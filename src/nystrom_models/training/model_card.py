@@ -130,6 +130,18 @@ def span(value: int | Sequence[int] | Sequence[Sequence[int]]) -> str:
     return f"{min(numbers)} to {max(numbers)}" if len(set(numbers)) > 1 else str(numbers[0])
 
 
+def _in_the_built_in_class(config: NystromformerConfig) -> str:
+    """What Transformers' own class makes of this configuration."""
+    if not isinstance(config.num_landmarks, int):
+        return "takes only one number as `num_landmarks`, and refuses to load"
+    if config.num_landmarks == config.segment_means_seq_len:
+        return "with these values computes exact attention instead, in quadratic time"
+    return (
+        "with these values raises an error, or gives a result of a wrong shape, for inputs of other than "
+        f"{config.segment_means_seq_len} tokens"
+    )
+
+
 def limits_of(config: BaseConfig) -> list[str]:
     """Sentences about what a model of this configuration cannot do, with any training."""
     limits = []
@@ -145,12 +157,7 @@ def limits_of(config: BaseConfig) -> list[str]:
             )
         limits.append(
             "Loaded without `nystrom_models` and without `trust_remote_code=True`, it becomes Transformers' own class "
-            "of this name, which with these values "
-            + (
-                "computes exact attention instead, in quadratic time."
-                if config.num_landmarks == config.segment_means_seq_len
-                else "computes something else."
-            )
+            f"of this name, which {_in_the_built_in_class(config)}."
         )
     elif isinstance(config, LinformerConfig):
         number = span(config.projected_dim)
