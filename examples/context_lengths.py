@@ -37,7 +37,7 @@ class ContextArguments:
     validation_file: list[str] = field(metadata={"help": "Files of documents that no model was trained on."})
     lengths: list[int] = field(
         default_factory=lambda: [128, 256, 512, 1024, 2048, 4096, 8192],
-        metadata={"help": "Tokens of a row: the most tokens of context, and one."},
+        metadata={"help": "Lengths of rows in tokens."},
     )
     max_eval_samples: int | None = field(default=None, metadata={"help": "Documents to read; by default, all."})
     tokens_per_batch: int = field(default=8192, metadata={"help": "Tokens of a batch, but at least one row."})

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     AutoTokenizer,
-    HfArgumentParser,
     PreTrainedModel,
 )
 
@@ -29,6 +28,7 @@ from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.data.classification import TextTask
 from nystrom_models.data.files import load_files
 from nystrom_models.deployment.folder import TASKS, export_folder, load_for_export, model_inputs
+from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.results import write_results
 from nystrom_models.training.text_classification import evaluate_predictions
 
@@ -171,7 +171,7 @@ def compare(
 @torch.no_grad()
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
-    (arguments,) = HfArgumentParser(ExportArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
+    (arguments,) = parse_arguments((ExportArguments,), args, __doc__)
     model = load_for_export(arguments.model_name_or_path, arguments.task)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.model_name_or_path)
     limit = min(model.config.max_position_embeddings or tokenizer.model_max_length, tokenizer.model_max_length)

@@ -7,7 +7,7 @@
 4. Save it, load it with AutoModelForMaskedLM, and fill masks with pipeline("fill-mask").
 5. Fine-tune it to tell which package a docstring is from.
 
-Steps 3 to 5 run for both families.
+Steps 3 to 5 run for both of these models.
 
 6. Train a small causal linear transformer on the same docstrings, and let it continue the beginnings of some.
 
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser, PretrainedConfig, logging, pipeline
+from transformers import AutoModelForMaskedLM, AutoTokenizer, PretrainedConfig, logging, pipeline
 
 from nystrom_models import LinearTransformerConfig, LinformerConfig, NystromformerConfig
 from nystrom_models.data import (
@@ -37,6 +37,7 @@ from nystrom_models.data import (
     train_tokenizer,
 )
 from nystrom_models.training import OptimizationArguments
+from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.causal import CausalArguments, train_causal
 from nystrom_models.training.finetuning import finetune
 from nystrom_models.training.pretraining import EVAL_MLM_PROBABILITY, PretrainingArguments, pretrain
@@ -77,11 +78,11 @@ class QuickstartArguments:
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of pretraining."})
     max_length: int = field(default=128, metadata={"help": "Largest number of tokens of a row."})
     vocab_size: int = field(default=5000, metadata={"help": "Largest size of the vocabulary."})
-    causal_vocab_size: int = field(default=2000, metadata={"help": "The same for the causal model."})
+    causal_vocab_size: int = field(default=2000, metadata={"help": "Largest vocabulary of the causal model."})
     hidden_size: int = field(default=128, metadata={"help": "Width of the models."})
     num_hidden_layers: int = field(default=3, metadata={"help": "Layers of the models."})
     num_attention_heads: int = field(default=2, metadata={"help": "Heads of a layer."})
-    num_landmarks: int = field(default=32, metadata={"help": "Landmarks, and projected length of the Linformer."})
+    num_landmarks: int = field(default=32, metadata={"help": "Landmarks (Nyströmformer) and slots (Linformer)."})
     mlm_probability: float = field(default=0.3, metadata={"help": "Share of tokens predicted in pretraining."})
     num_classes: int = field(default=8, metadata={"help": "Packages that the classifier tells apart."})
     max_bytes_per_package: int = field(
@@ -273,7 +274,7 @@ def print_table(results: dict[str, dict[str, float]], classes: list[str]) -> Non
 
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     """Runs the quickstart with command-line arguments, and returns the figures of the final table."""
-    (arguments,) = HfArgumentParser(QuickstartArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
+    (arguments,) = parse_arguments((QuickstartArguments,), args, __doc__)
     start = time.perf_counter()
     # Transformers' reports on every checkpoint would hide the output of this script.
     logging.set_verbosity_error()

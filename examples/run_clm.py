@@ -5,9 +5,9 @@
         --train_file corpus.txt --output_dir outputs/causal
 
 Documents of a row are independent: no state passes from one to the next, and none is predicted from another.
---train_file takes documents separated by empty lines (.txt), or a column of documents (.jsonl, .csv, .parquet);
---dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path continues the
-training of a model.
+--train_file takes documents separated by empty lines (.txt), or a column of documents (.json, .jsonl, .csv, .tsv,
+.parquet); --dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path
+continues the training of a model.
 """
 
 from collections.abc import Sequence

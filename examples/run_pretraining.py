@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a Nyströmformer or a Linformer with masked tokens (MLM) and sentence order (SOP).
+"""Pretrain an encoder of any family with masked tokens (MLM) and sentence order (SOP).
 
     python examples/run_pretraining.py --recipe configs/recipes/pretraining-base-512.args \\
         --tokenizer_name outputs/tokenizer --train_file corpus.txt --output_dir outputs/base-512
 
---train_file takes documents separated by empty lines (.txt), or a column of documents (.jsonl, .csv, .parquet);
---dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path continues the
-training of a model, or starts from the weights of a BERT or RoBERTa. --teacher_model_name_or_path names a teacher.
+--train_file takes documents separated by empty lines (.txt), or a column of documents (.json, .jsonl, .csv, .tsv,
+.parquet); --dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path
+continues the training of a model, or starts from the weights of a BERT or another encoder that can be converted.
+--teacher_model_name_or_path names a teacher.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, List
 from scipy import sparse
 from sklearn.base import BaseEstimator
 from sklearn.dummy import DummyClassifier, DummyRegressor
@@ -140,6 +140,11 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
         for column in (*task.text_columns, task.label_column):
             require_column(rows, column, f"the {name} set")
     train_set = splits.pop("train")
+    if isinstance(train_set.features[task.label_column], List):
+        raise ValueError(
+            f"The rows of the train set have lists of labels in the column {task.label_column!r}, for which there is "
+            "no baseline: give data with one label for each row."
+        )
     ids = None if task.regression else task_classes(task, train_set)[0]
     labels = label_values(task, ids, train_set, "the train set")
     features = Features(task.text_columns, train_set)

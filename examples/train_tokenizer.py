@@ -31,13 +31,16 @@ class TokenizerArguments:
     dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
     train_file: list[str] | None = field(
-        default=None, metadata={"help": "Files of documents: .txt, .jsonl, .csv or .parquet, each also .gz."}
+        default=None,
+        metadata={"help": "Files of documents: .txt, .json, .jsonl, .csv, .tsv or .parquet, each also .gz."},
     )
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
-    streaming: bool = field(default=False, metadata={"help": "Read the documents twice and keep none."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many documents, the first."})
+    streaming: bool = field(default=False, metadata={"help": "Read the documents twice, without storing them."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first documents, this many."})
     vocab_size: int = field(default=30_000, metadata={"help": "Largest number of tokens."})
-    min_frequency: int = field(default=2, metadata={"help": "How often two pieces must be adjacent to be merged."})
+    min_frequency: int = field(
+        default=2, metadata={"help": "Merge two pieces only if they are adjacent at least this often."}
+    )
     max_length: int = field(default=512, metadata={"help": "Largest number of tokens of a row that the model takes."})
     keep_case: bool = field(
         default=False, metadata={"help": "Keep capitals and accents, as byte_level_bpe always does."}

@@ -61,8 +61,8 @@ def test_a_changed_file_is_read_again(write, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a O\nb\n", r"a.conll, line 2: 1 columns, but 2"),
-        ("a\n", r"a.conll, line 1: 1 columns, but a label is needed"),
+        ("a O\nb\n", r"a.conll, line 2: 1 columns, but the first line has 2"),
+        ("a\n", r"a.conll, line 1: 1 columns, but a word and its label are needed"),
         ("\n\n", "hold no rows"),
     ],
 )

@@ -3,7 +3,13 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
-from nystrom_models.data.classification import ClassificationCollator, class_labels, classification_dataset
+from nystrom_models.data.classification import (
+    ClassificationCollator,
+    class_labels,
+    classification_dataset,
+    require_labels,
+)
+from nystrom_models.data.files import load_files
 from nystrom_models.training.text_classification import mean_by_document
 
 TEXTS = ["array axis batch", "buffer cache column compute data default dtype element error file"]
@@ -122,10 +128,42 @@ def test_several_labels_a_row(data, tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("name", "rows"), [("x.csv", 'text,label\na,"z, x"\nb,\n'), ("x.tsv", "text\tlabel\na\tz,x\nb\t\n")]
+)
+def test_an_empty_field_of_a_table_is_a_row_without_labels(name, rows, tokenizer, tmp_path):
+    (tmp_path / name).write_text(rows)
+    data = load_files(tmp_path / name, cache_dir=tmp_path)
+    require_labels(data, "label", True, "the train set")
+    assert list(class_labels(data, "label", ",")) == ["x", "z"]
+    found = classification_dataset(data, tokenizer, 8, label_names={"x": 0, "z": 1}, label_delimiter=",")
+    assert found["labels"] == [[1.0, 1.0], [0.0, 0.0]]
+    with pytest.raises(ValueError, match="'label' of the train set has no value in row 2"):
+        require_labels(data, "label", False, "the train set")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([["x"], ["x", None]], "'label' of the train set has a list without a value in row 2"),
+        ([["x"], None], "'label' of the train set has no value in row 2"),
+        (["x", None], "'label' of the train set has no value in row 2"),  # only tables cannot write an empty text
+    ],
+)
+def test_missing_labels_of_several_are_refused(labels, message):
+    with pytest.raises(ValueError, match=message):
+        require_labels(dataset(label=labels), "label", True, "the train set")
+
+
+@pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
         ({"label": [0, 1]}, {"text_column": "body"}, r"no column 'body'; its columns are \['text', 'label'\]"),
         ({"label": [0, None]}, {}, "'label' of the data set has no value in row 2"),
+        (
+            {"label": [["a"], ["a", None]]},
+            {"label_names": ["a"], "label_delimiter": ","},
+            "'label' of the data set has a list without a value in row 2",
+        ),
         (
             {"label": ["a", "c"]},
             {"label_names": ["a", "b"]},

@@ -61,9 +61,10 @@ def test_quotes_are_text_in_tsv_files(tmp_path):
 
 def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
     path = tmp_path / "corpus.txt"
-    path.write_text("= Title =\nA paragraph.\n\n\n\nAnother.\n", encoding="utf-8")
+    path.write_text("= Title =\nA paragraph.\n\n\n\nAnother.\n", encoding="utf-8-sig")  # with a byte-order mark
     texts = [row.strip() for row in load_files([path, compressed(path)], cache_dir=tmp_path / "cache")["text"]]
     assert texts == ["= Title =\nA paragraph.", "Another."] * 2
+    assert next(iter(load_files(compressed(path), streaming=True)))["text"] == "= Title =\nA paragraph."
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,12 @@ def test_metrics_of_several_labels():
     assert result == pytest.approx({"micro_f1": 6 / 8, "macro_f1": (1 + 2 / 3 + 0) / 3, "exact_match": 1 / 3})
 
 
+@pytest.mark.parametrize("values", [([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0])], ids=["one row", "a constant"])
+def test_a_correlation_that_is_not_defined(values):
+    result = load_metric("regression").compute(predictions=values[0], references=values[1])
+    assert math.isnan(result["pearson"]) and math.isnan(result["spearmanr"]) and result["mse"] > 0
+
+
 @pytest.mark.parametrize(
     ("metric", "greater"), [("eval_mse", False), ("validation_matched/accuracy", True), ("loss", False)]
 )

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
+
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
@@ -88,6 +90,22 @@ def test_windows_share_and_the_first_answer_inside_counts(tokenizer):
     batch = QuestionAnsweringCollator(tokenizer, with_index=True)(rows[:2])
     assert batch["context_mask"].sum(1).tolist() == [room] * 2 and batch["index"].tolist() == [0, 1]
     assert not {"context_mask", "null_position"} & QuestionAnsweringCollator(tokenizer)(rows).keys()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_are_padded_on_the_right(side, tokenizer):
+    """Answers and contexts are found by their places in a row."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = side
+    answers = [{"text": ["batch"], "answer_start": [place]} for place in (0, 6)]
+    rows = rows_of(tokenizer, ["batch", "array batch array"], answers)
+    batch = QuestionAnsweringCollator(tokenizer, with_index=True)(rows)
+    found = [row[start] for row, start in zip(batch["input_ids"], batch["start_positions"], strict=True)]
+    assert tokenizer.convert_ids_to_tokens(found) == ["batch"] * 2
+    contexts = [row[mask].tolist() for row, mask in zip(batch["input_ids"], batch["context_mask"], strict=True)]
+    assert [tokenizer.decode(ids) for ids in contexts] == ["batch", "array batch array"]
+    assert batch["input_ids"][range(2), batch["null_position"]].tolist() == [tokenizer.cls_token_id] * 2
+    assert tokenizer.padding_side == side
 
 
 @pytest.mark.parametrize(

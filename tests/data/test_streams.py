@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 
-from nystrom_models.data import StreamLoader, load_files
+from nystrom_models.data import StreamLoader, causal_stream, causal_tokenizer, load_files, pretraining_stream
 from nystrom_models.data.streams import Lane
 
 DOCUMENTS = 111
@@ -160,3 +160,20 @@ def test_a_stream_without_text(tmp_path):
         next(loader.steps())
     with pytest.raises(ValueError, match="--max_train_steps"):
         loader.steps_per_epoch()
+
+
+@pytest.mark.parametrize("kind", ["pretraining", "causal"])
+@pytest.mark.parametrize("row", [{"text": None}, {"other": 1}], ids=["null", "no column"])
+def test_a_document_without_a_text_is_named(kind, row, tokenizer, tmp_path):
+    """Also if it comes after the first block of a file, from which the reader takes the columns."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"text": f"Sentence {i}. Another one."} for i in range(150)]
+    path.write_text("".join(json.dumps(document) + "\n" for document in [*rows, row, *rows]))
+    documents = load_files(path, streaming=True).skip(3)
+    options = {"per_device_train_batch_size": 8, "buffer_size": 16}
+    if kind == "pretraining":
+        loader = pretraining_stream(documents, tokenizer, collate, 16, **options)
+    else:
+        loader = causal_stream(documents, causal_tokenizer(tokenizer), collate, 16, **options)
+    with pytest.raises(ValueError, match=r"'text' of document 148, .* must hold text, but holds None"):
+        next(islice(loader.steps(), 200, None))

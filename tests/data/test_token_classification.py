@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
+
 import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from hypothesis import given, settings
@@ -108,12 +110,16 @@ def test_labels_by_number_and_by_name(tokenizer):
     assert row["labels"] == [-100, 2, 0, -100]
 
 
-def test_batches_are_padded_with_ignored_labels(tokenizer):
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_are_padded_with_ignored_labels_on_the_right(side, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = side
     rows = rows_of(tokenizer, [["array"], ["array", "batch"]], [["O"], ["B-x", "I-x"]])
     batch = TokenClassificationCollator(tokenizer, with_index=True)(rows)
     assert batch["labels"].tolist() == [[-100, 0, -100, -100], [-100, 1, 2, -100]]
     assert batch["index"].tolist() == [0, 1] and batch["attention_mask"].sum().item() == 7
     assert not {"words", "document", "shortened"} & batch.keys()
+    assert batch["attention_mask"][0].tolist() == [1, 1, 1, 0] and tokenizer.padding_side == side
 
 
 @pytest.mark.parametrize(

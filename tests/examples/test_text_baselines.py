@@ -103,6 +103,9 @@ def test_wrong_input_is_refused(reviews, write_rows):
         text_baselines.main(flags(reviews, "--task_name", "imdb"))
     with pytest.raises(ValueError, match="has no column 'review'"):
         text_baselines.main(flags(reviews, "--text_column_names", "review"))
+    several = write_rows([{"text": "good", "label": ["a", "b"]}, {"text": "bad", "label": []}])
+    with pytest.raises(ValueError, match="lists of labels in the column 'label'"):
+        text_baselines.main(flags((several, several)))
     other = write_rows([{"text": "good", "label": "mixed"}])
     with pytest.raises(
         ValueError, match=r"the validation set contains \['mixed'\], not among the labels \['bad', 'good'\]"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 import nystrom_models
-from nystrom_models.training.results import write_results
+from nystrom_models.training.results import read_results, write_results
 
 
 @dataclass
@@ -19,6 +19,7 @@ def test_what_is_written(tmp_path):
     content = json.loads(path.read_text())
     # An undefined correlation: NaN is not valid JSON.
     assert content["results"] == {"validation": {"pearson": None, "loss": 0.5}}
+    assert math.isnan(read_results(tmp_path)["results"]["validation"]["pearson"])
     assert content["arguments"] == {"seed": 3}
     assert content["versions"]["nystrom_models"] == nystrom_models.__version__
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best of several evaluations, by one metric and its direction."""
 
+import json
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from nystrom_models.training import (
     train,
 )
 from nystrom_models.training.checkpoints import BestModel
+from nystrom_models.training.identity import EVALUATED_BY, file_digest
 from nystrom_models.training.selection import Best
 from tests.training.models import tiny_model
 
@@ -51,7 +53,7 @@ def test_small_gains_are_taken_and_counted_against_patience():
 VALUES = [0.5, 0.7, 0.6, 0.6, 0.6, 0.9]
 
 
-def run(examples, tokenizer, folder, patience=None, **options):
+def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, **options):
     """Evaluates every two of twelve steps, with given figures."""
     accelerator = create_accelerator()
     figures = {2 * i + 2: value for i, value in enumerate(VALUES)}
@@ -62,7 +64,7 @@ def run(examples, tokenizer, folder, patience=None, **options):
     step = [0]
 
     def evaluate(model):
-        return {"accuracy": figures[step[0]]}
+        return {"accuracy": figures[step[0]], "mse": 10 * figures[step[0]]}
 
     class Counting(PretrainingObjective):
         def losses(self, outputs):
@@ -79,8 +81,9 @@ def run(examples, tokenizer, folder, patience=None, **options):
         RowLoader(examples, PretrainingCollator(tokenizer), 8),
         OptimizationArguments(8, learning_rate=1e-3, max_train_steps=12),
         checkpoints=CheckpointArguments(str(folder), 1, **options),
-        evaluation=Evaluation(evaluate, 2, UP, best, patience),
+        evaluation=Evaluation(evaluate, 2, goal, best, patience),
         save_model=save,
+        settings=content,
     )
     return state, best
 
@@ -113,3 +116,34 @@ def test_going_on_from_before_the_best_forgets_it(examples, tokenizer, tmp_path)
     assert (state.best.step, best.step()) == (4, 4)
     state, best = run(examples, tokenizer, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert (state.best.value, state.best.step, best.step()) == (0.7, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"goal": DOWN}, "the metric of the best model changed"),
+        ({"content": {"the validation data": {"validation": "b"}}}, "the validation data changed"),
+    ],
+    ids=["metric", "data"],
+)
+def test_values_of_another_metric_or_other_data_are_not_compared(change, told, examples, tokenizer, tmp_path, capsys):
+    first = {"content": {"the validation data": {"validation": "a"}}}
+    run(examples, tokenizer, tmp_path, **first)
+    resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-5")}
+    state, best = run(examples, tokenizer, tmp_path, **(first | change), **resume)
+    # Of steps 6, 8 and 10, which have the same value, and not step 4.
+    scale = 10 if "goal" in change else 1
+    assert (state.best.value, state.best.step, best.step()) == (0.6 * scale, 6, 6)
+    assert told in capsys.readouterr().out
+    # Older checkpoints name neither: their evaluations count.
+    run(examples, tokenizer, tmp_path / "old", **first)
+    checkpoint = tmp_path / "old" / "checkpoint-5"
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    for name in EVALUATED_BY:
+        progress["settings"].pop(name, None)
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["progress.json"] = file_digest(checkpoint / "progress.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    state, _ = run(examples, tokenizer, tmp_path / "old", **first, resume_from_checkpoint=str(checkpoint))
+    assert state.best.step == 4

@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .masking import IGNORED
-from .pretraining import MAX_ROWS_OF_A_DOCUMENT
+from .pretraining import MAX_ROWS_OF_A_DOCUMENT, texts_of
 from .special_tokens import Template
 from .streams import StreamLoader, stream_columns
 
@@ -106,7 +106,7 @@ def encode_documents(
     Bytes that no token stands for, such as spaces at the end, count with eos: the bytes of a document add up to those
     of its text. `number` is the document's number in `indices`. Documents without text are left out.
     """
-    texts = list(documents[text_column])
+    texts = texts_of(documents, indices, text_column)
     encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
     found: dict[str, list] = {name: [] for name in TOKENS}
     for i, (number, text) in enumerate(zip(indices, texts, strict=True)):

@@ -48,6 +48,18 @@ def require_column(dataset: Dataset, column: str, where: str) -> None:
         row += len(batch)
 
 
+def require_labels(dataset: Dataset, column: str, several: bool, where: str) -> None:
+    """As [`require_column`]; if rows have several labels, no list lacks a value, and an empty field of a .csv or .tsv
+    file, which is read as missing, is a row without labels."""
+    if several and column in dataset.column_names:
+        if not _listed(dataset, column) and dataset.builder_name == "csv":
+            return
+        for row, labels in enumerate(dataset[column] if _listed(dataset, column) else (), start=1):
+            if labels is not None and None in labels:
+                raise ValueError(f"The column {column!r} of {where} has a list without a value in row {row}.")
+    require_column(dataset, column, where)
+
+
 def _listed(dataset: Dataset, column: str) -> bool:
     """Whether the labels of a row are a list."""
     return hasattr(dataset.features[column], "feature")
@@ -62,7 +74,8 @@ def _label_values(dataset: Dataset, column: str, labels: Sequence[Any], delimite
     """The labels, by name if the data set numbers them; lists of labels if a row has several."""
     feature = _label_feature(dataset, column)
     if delimiter is not None and not _listed(dataset, column):
-        labels = [[part.strip() for part in str(label).split(delimiter) if part.strip()] for label in labels]
+        texts = ["" if label is None else str(label) for label in labels]
+        labels = [[part.strip() for part in text.split(delimiter) if part.strip()] for text in texts]
     if isinstance(feature, ClassLabel):
         return [feature.int2str(label) for label in labels]
     return list(labels)
@@ -244,7 +257,7 @@ def check_labels(
     where: str,
 ) -> None:
     """Raises the errors of [`classification_dataset`] about labels."""
-    require_column(dataset, label_column, where)
+    require_labels(dataset, label_column, label_delimiter is not None, where)
     if regression:
         dtype = str(dataset.features[label_column].dtype)
         if not dtype.startswith(("int", "uint", "float", "double")):

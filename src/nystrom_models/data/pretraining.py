@@ -99,6 +99,18 @@ def _splits(start: int, end: int, num_tokens: int, sentences: np.ndarray | None)
     return (_between(sentences, start, end - 1) - start).astype(np.int32)
 
 
+def texts_of(documents: Mapping[str, Sequence[Any]], indices: Sequence[int], column: str) -> list[str]:
+    """The texts of a batch of documents. Raises a ValueError with column and document if one is not a text."""
+    texts = list(documents.get(column, [None] * len(indices)))
+    for number, text in zip(indices, texts, strict=True):
+        if not isinstance(text, str):
+            raise ValueError(
+                f"The column {column!r} of document {number + 1}, counted without held-out ones, must hold text, but "
+                f"holds {str(text)[:40]}: correct the document, or leave it out."
+            )
+    return texts
+
+
 def build_pretraining_rows(
     documents: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
@@ -119,7 +131,7 @@ def build_pretraining_rows(
     """
     num_special = tokenizer.num_special_tokens_to_add(pair=True)
     rows: dict[str, list] = {name: [] for name in (WORD_FEATURES if with_word_starts else FEATURES)}
-    texts = list(documents[text_column])
+    texts = texts_of(documents, indices, text_column)
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )

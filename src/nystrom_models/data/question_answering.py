@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from .classification import require_column
-from .rows import make_rows
+from .rows import make_rows, padding_on_the_right
 from .windows import window_starts
 
 
@@ -203,7 +203,7 @@ def _windows(
 
 @dataclass
 class QuestionAnsweringCollator(DataCollatorWithPadding):
-    """Pads the rows of [`question_answering_dataset`] to the longest of a batch.
+    """Pads the rows of [`question_answering_dataset`] on the right, to the longest of a batch.
 
     Args:
         with_index: add the numbers of the rows, `context_mask` and `null_position`, for `predict_rows`. A model does
@@ -211,6 +211,9 @@ class QuestionAnsweringCollator(DataCollatorWithPadding):
     """
 
     with_index: bool = False
+
+    def __post_init__(self):
+        self.tokenizer = padding_on_the_right(self.tokenizer)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = self.tokenizer.model_input_names

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows for a model, built from those of a data set."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, Features
+from transformers import PreTrainedTokenizerBase
 
 
 def make_rows(
@@ -39,3 +41,11 @@ def make_rows(
         desc=desc,
     )
     return rows.add_column("index", range(len(rows)))
+
+
+def padding_on_the_right(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer for batches whose rows are read by the places of their tokens, which padding on the left
+    would move. The given one, which is saved with the model, stays as it is."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.padding_side = "right"
+    return tokenizer

@@ -60,7 +60,9 @@ class _Reader:
         self.state = self.stream.state_dict()
         if not documents:
             return []
-        columns = {name: [document[name] for document in documents] for name in documents[0]}
+        # A document of a .jsonl file may lack a column that others have.
+        names = dict.fromkeys(name for document in documents for name in document)
+        columns = {name: [document.get(name) for document in documents] for name in names}
         rows = self.lane.build_rows(columns, numbers)
         return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
 

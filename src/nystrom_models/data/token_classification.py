@@ -10,7 +10,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
 from .classification import require_column
-from .rows import make_rows
+from .rows import make_rows, padding_on_the_right
 from .windows import owners, word_windows
 
 # The label of a token without one.
@@ -246,7 +246,7 @@ def _label_all(row: dict[str, Any], labels: Sequence[int], further: Sequence[int
 
 
 class TokenClassificationCollator(DataCollatorForTokenClassification):
-    """Pads the rows of [`token_classification_dataset`] to the longest of a batch; labels with -100.
+    """Pads the rows of [`token_classification_dataset`] on the right, to the longest of a batch; labels with -100.
 
     Args:
         tokenizer: names the inputs of the model, and pads them.
@@ -254,7 +254,7 @@ class TokenClassificationCollator(DataCollatorForTokenClassification):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, with_index: bool = False):
-        super().__init__(tokenizer)
+        super().__init__(padding_on_the_right(tokenizer))
         self.with_index = with_index
 
     def __call__(self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 import os
 import shlex
-from argparse import ArgumentParser
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +137,9 @@ class RunArguments(CheckpointArguments):
     hub_private_repo: bool = field(default=False, metadata={"help": "Create the repository as a private one."})
     language: str | None = field(
         default=None,
-        metadata={"help": "Language of the texts (ISO 639-1), for splitting sentences and for the model card."},
+        metadata={
+            "help": "Language of the texts (ISO 639-1): for the card and, in pretraining, for splitting sentences."
+        },
     )
     license: str | None = field(default=None, metadata={"help": "For the model card, such as apache-2.0."})
 
@@ -195,6 +197,17 @@ def read_recipe(path: str | os.PathLike) -> list[str]:
     return [str((recipe.parent / word).resolve()) if word.startswith(("./", "../")) else word for word in words]
 
 
+class _HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and shows defaults only where there are any."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        if action.option_strings and action.option_strings[0].startswith("--no_"):
+            return f"Switch --{action.dest} off."
+        if action.default in (None, []) or action.required:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def parse_arguments(
     types: Sequence[type], args: Sequence[str] | None = None, description: str | None = None
 ) -> tuple[Any, ...]:
@@ -217,7 +230,9 @@ def parse_arguments(
     flags = [flag for recipe in given.recipe for flag in read_recipe(recipe)]
     parser = HfArgumentParser(
         types,  # type: ignore[arg-type]
+        usage="%(prog)s [--recipe FILE] [flags]",
         description=description,
+        formatter_class=_HelpFormatter,
         epilog="--recipe FILE takes flags from a file; flags on the command line take precedence.",
     )
     return parser.parse_args_into_dataclasses([*flags, *rest], look_for_args_file=False)

@@ -42,7 +42,10 @@ class CheckpointArguments:
     )
     overwrite_output_dir: bool = field(
         default=False,
-        metadata={"help": "Remove the checkpoints of an earlier run from --output_dir and start from the beginning."},
+        metadata={
+            "help": "Remove the checkpoints of an earlier run from --output_dir and start from the beginning; with "
+            "--no_do_train, replace the results of a training."
+        },
     )
 
     def __post_init__(self):

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from accelerate import Accelerator
 from datasets import Dataset
@@ -43,6 +43,14 @@ class FinetuningOptimizationArguments(OptimizationArguments):
 class FinetuningArguments(RunArguments, DataArguments, ABC):
     """Model, data and output of any task, under the names of Transformers' example scripts."""
 
+    # Flags that are read once, before the first run of a grid: the data and what they mean, and the output.
+    not_in_a_grid: ClassVar[frozenset[str]] = frozenset(
+        "output_dir grid keep_best_only hub_model_id cache_dir dataset_name dataset_config_name validation_split"
+        " train_file validation_file test_file validation_mismatched_file test_mismatched_file test_ax_file data_dir"
+        " task_name start_from_mnli text_column_names text_column_name label_column_name label_names label_delimiter"
+        " label_all_tokens do_regression multi_label version_2_with_negative".split()
+    )
+
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Folder or Hub name of the pretrained model."}
     )
@@ -61,9 +69,12 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
         },
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Another tokenizer than the model's."})
-    test_file: list[str] | None = field(default=None, metadata={"help": "Files whose rows are predicted."})
+    test_file: list[str] | None = field(
+        default=None,
+        metadata={"help": "Files whose rows are predicted; in .txt files, empty lines separate the texts."},
+    )
     max_predict_samples: int | None = field(
-        default=None, metadata={"help": "Predict only the first rows of each test set, this many."}
+        default=None, metadata={"help": "Predict only this many rows of each test set, the first ones."}
     )
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Replace the model's classifier if it was trained for other classes."}
@@ -94,6 +105,12 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
             raise ValueError("--grid trains: leave out --no_do_train.")
         if self.keep_best_only and self.grid is None:
             raise ValueError("--keep_best_only chooses among the models of a --grid.")
+        for item in self.grid or ():
+            if (name := item.partition("=")[0]) in self.not_in_a_grid:
+                raise ValueError(
+                    f"--grid {item!r}: --{name} applies to the whole run: give it outside of --grid, and run the "
+                    "script once for each value."
+                )
 
     @abstractmethod
     def run_class(self) -> type["FinetuningRun"]:
@@ -262,6 +279,7 @@ class FinetuningRun(ABC):
         for split in self.rows:
             if split.startswith("test"):
                 predictions, figures = self.score(model, split, batch_size)
+                self.accelerator.print(f"{len(self.examples[split]):,} rows of {self.where[split]} were predicted.")
                 if figures:
                     found[split] = figures
                 if self.accelerator.is_main_process:
@@ -381,7 +399,13 @@ def finetune(
         goal,
         "Fine-tuning",
         save_model,
-        {"the training data": data_digest(run.rows["train"]), **model_settings(run.config, run.tokenizer)},
+        {
+            "the training data": data_digest(run.rows["train"]),
+            "the validation data": {
+                split: data_digest(rows) for split, rows in run.rows.items() if split.startswith("validation")
+            },
+            **model_settings(run.config, run.tokenizer),
+        },
     )
     if state.interrupted:
         return {"train": state.figures()}

@@ -3,14 +3,17 @@
 
 import itertools
 import json
+import math
 import statistics
+from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
 from datasets import Dataset
+from transformers import HfArgumentParser
 
 from .checkpoints import remove_checkpoints
 from .finetuning import FinetuningArguments, Task, content_digests, finetune, finetuning_identity, validation_metrics
@@ -20,21 +23,22 @@ from .results import read_results, results_content, write_results
 _Arguments = TypeVar("_Arguments")
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def parse_grid(grid: Sequence[str], *arguments: Any) -> dict[str, list[Any]]:
-    """Values by flag, from `flag=value,value,...` items.
+    """Values by flag, from `flag=value,value,...` items, read as the command line reads them.
 
     Raises:
-        ValueError: if an item has another form, or its flag is unknown or cannot be varied by a grid.
+        ValueError: if an item has another form, its flag is unknown or was given before, or a value is not one of the
+            flag's or is repeated.
     """
-    fixed = {"output_dir", "grid", "keep_best_only", "hub_model_id"}
-    known = {field.name for part in arguments for field in fields(part)} - fixed
+    known = {field.name for part in arguments for field in fields(part)}
+    types: list[Any] = [type(part) for part in arguments]
+    parser = HfArgumentParser(types, exit_on_error=False)
+    required = [
+        f"--{field.name}={getattr(part, field.name)}"
+        for part in arguments
+        for field in fields(part)
+        if field.default is field.default_factory is MISSING
+    ]
     values: dict[str, list[Any]] = {}
     for item in grid:
         name, equals, listed = item.partition("=")
@@ -42,7 +46,17 @@ def parse_grid(grid: Sequence[str], *arguments: Any) -> dict[str, list[Any]]:
             raise ValueError(
                 f"--grid {item!r} must be a flag with values, such as learning_rate=2e-5,3e-5 or seed=0,1,2."
             )
-        values[name] = [_value(value) for value in listed.split(",")]
+        if name in values:
+            raise ValueError(f"--grid {item!r}: give all values of {name} in one item, {name}=...,...")
+        values[name] = []
+        for text in listed.split(","):
+            try:
+                value = getattr(parser.parse_args([*required, f"--{name}={text}"]), name)
+            except ArgumentError as error:
+                raise ValueError(f"--grid {item!r}: {error.message}.") from None
+            if value in values[name]:
+                raise ValueError(f"--grid {item!r}: the value {value} is repeated, give it once.")
+            values[name].append(value)
     return values
 
 
@@ -54,13 +68,28 @@ def _with(arguments: _Arguments, values: Mapping[str, Any]) -> _Arguments:
 
 def _summary(scores: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Mean and sample standard deviation of every metric over the seeds."""
-    return {
-        name: {
-            "mean": statistics.fmean(run[name] for run in scores),
-            "std": statistics.stdev(run[name] for run in scores) if len(scores) > 1 else 0.0,
-        }
-        for name in scores[0]
-    }
+    columns = {name: [run[name] for run in scores] for name in scores[0]}
+    return {name: {"mean": statistics.fmean(values), "std": _deviation(values)} for name, values in columns.items()}
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if not all(map(math.isfinite, values)):  # such as the correlation with a constant
+        return math.nan
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _folder(values: Mapping[str, Any]) -> str:
+    """The name of a run's folder. Values with / are escaped, so that it is one folder, and of this run only."""
+    return ",".join(f"{name}={value}" for name, value in values.items()).replace("%", "%25").replace("/", "%2F")
+
+
+def _run_arguments(
+    args: FinetuningArguments, optimization: OptimizationArguments, values: Mapping[str, Any]
+) -> tuple[FinetuningArguments, OptimizationArguments]:
+    """The arguments of one run of a grid."""
+    folder = str(Path(args.output_dir, _folder(values)))
+    run_args = replace(args, grid=None, keep_best_only=False, output_dir=folder)
+    return _with(run_args, values), _with(optimization, values)
 
 
 def finetune_once(
@@ -100,21 +129,22 @@ def finetune_grid(
     seeds = values.pop("seed", [args.seed])
     goal = args.goal(task.best_metric)
     content = content_digests(args, splits)
-    points: list[dict[str, Any]] = []
+    # All arguments are made first: a wrong value is refused before anything is trained.
+    runs = []
     for combination in itertools.product(*values.values()):
         point = dict(zip(values, combination, strict=True))
+        runs.append((point, [_run_arguments(args, optimization, point | {"seed": seed}) for seed in seeds]))
+    points: list[dict[str, Any]] = []
+    for point, arguments in runs:
         metrics, folders = [], []
-        for seed in seeds:
-            chosen = point | {"seed": seed}
-            folder = Path(args.output_dir, ",".join(f"{name}={value}" for name, value in chosen.items()))
-            run_args = _with(replace(args, grid=None, keep_best_only=False, output_dir=str(folder)), chosen)
-            # The grid may vary the model or the data themselves.
+        for run_args, run_optimization in arguments:
+            # The grid may vary the model itself.
             known = content if values.keys().isdisjoint(_CONTENT) else None
-            results = finetune_once(run_args, _with(optimization, chosen), task, splits, known)
+            results = finetune_once(run_args, run_optimization, task, splits, known)
             if not any(split.startswith("validation") for split in results):
                 return results  # stopped by a signal
             metrics.append(validation_metrics(results))
-            folders.append(folder.name)
+            folders.append(Path(run_args.output_dir).name)
         scores = [{name: v for name, v in run.items() if name.split("/")[-1] != "loss"} for run in metrics]
         outcome = {**point, "seeds": list(seeds), "validation": _summary(scores), "runs": folders}
         points.append({"outcome": outcome, "values": [goal.value(run) for run in metrics]})

@@ -49,6 +49,9 @@ MAY_CHANGE = frozenset(
     " version_2_with_negative".split()
 )
 
+# Settings without which evaluations cannot be compared; they may change, too.
+EVALUATED_BY = ("the metric of the best model", "the validation data")
+
 # Flags that users change on purpose after a run diverged, and versions that change unnoticed: they cause a warning.
 WARNED = frozenset(
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_ratio num_warmup_steps max_grad_norm mixed_precision"
@@ -171,7 +174,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) ->
     warned: list[str] = []
     for name in dict.fromkeys([*saved, *current]):
         before, now = saved.get(name, BEFORE_THE_FLAG.get(name)), current.get(name)
-        if before == now or name in MAY_CHANGE:
+        if before == now or name in MAY_CHANGE or name in EVALUATED_BY:
             continue
         (warned if name in WARNED else refused).extend(_differences(name, before, now))
     if refused:

@@ -29,8 +29,8 @@ class LanguageModelingArguments(RunArguments, DataArguments):
     model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "Initial weights: a model of this package; for run_pretraining.py also a BERT or RoBERTa together "
-            "with --config_name."
+            "help": "Initial weights: a model of this package; for run_pretraining.py also a BERT, RoBERTa, "
+            "DistilBERT, ELECTRA or ALBERT, with --config_name."
         },
     )
     config_name: str | None = field(default=None, metadata={"help": "Folder, file or Hub name of the configuration."})
@@ -221,7 +221,7 @@ def train_and_score(
         The scores of `validation` and the figures of `train`; after a signal, only those of `train`.
     """
     goal = args.goal(metric)
-    settings = {**settings, "the training data": identity["train"]}
+    settings = {**settings, "the training data": identity["train"], "the validation data": identity["validation"]}
     start_trackers(accelerator, args, optimization)
     state = train_model(
         accelerator, model, objective, loader, args, optimization, scores, goal, desc, save_model, settings

@@ -5,7 +5,7 @@ masked tokens on the task's own inputs."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from accelerate import PartialState
 from datasets import Dataset, concatenate_datasets, load_dataset
@@ -31,7 +31,6 @@ Attention = Literal["softmax", "nystrom", "linformer", "linear"]
 ATTENTIONS = get_args(Attention)
 CONFIGURATION, PRETRAINING = "configuration", "pretraining"  # folders in --output_dir
 _FINISHED = "finished.json"
-_IN_A_GRID = "applies to the whole run: give it outside of --grid, and run the script once for each value"
 IMDB = "stanfordnlp/imdb"
 IMDB_ROWS, IMDB_VALIDATION_ROWS = 25_000, 2_000
 IMDB_WHERE = "The data set stanfordnlp/imdb of the Hub has them; without --train_file and --test_file it is loaded"
@@ -40,6 +39,12 @@ IMDB_WHERE = "The data set stanfordnlp/imdb of the Hub has them; without --train
 @dataclass(kw_only=True)
 class ArenaArguments(TextClassificationArguments):
     """The flags of run_lra.py."""
+
+    # The length is that of the generated data and of the new model.
+    not_in_a_grid: ClassVar[frozenset[str]] = TextClassificationArguments.not_in_a_grid | frozenset(
+        "max_length task attention data_seed generated_rows pretrain_on_task pretrain_steps pretrain_learning_rate"
+        " pretrain_mlm_probability".split()
+    )
 
     task: Literal["listops", "text", "retrieval", "image", "pathfinder"] = field(metadata={"help": "The task."})
     attention: Attention | None = field(
@@ -75,6 +80,11 @@ class ArenaArguments(TextClassificationArguments):
 
     def __post_init__(self):
         task = ARENA_TASKS[self.task]
+        if self.config_name is not None and Path(self.config_name).name != CONFIGURATION:
+            raise ValueError(
+                "run_lra.py makes the model by --attention: leave out --config_name, and change its fields by "
+                "--config_overrides."
+            )
         if self.model_name_or_path is None and self.config_name is None:
             if self.attention is None:
                 raise ValueError(f"A new model needs --attention: one of {', '.join(ATTENTIONS)}.")
@@ -105,12 +115,6 @@ class ArenaArguments(TextClassificationArguments):
             raise ValueError("--pretrain_on_task starts from a new model: leave out --model_name_or_path.")
         if self.pretrain_steps < 1:
             raise ValueError(f"--pretrain_steps must be at least 1, but is {self.pretrain_steps}.")
-        for item in self.grid or ():
-            name = item.partition("=")[0]
-            if name in {f.name for f in fields(ArenaArguments)} - {
-                f.name for f in fields(TextClassificationArguments)
-            }:
-                raise ValueError(f"--grid {item!r}: --{name} {_IN_A_GRID}.")
 
     def _is_pretrained_here(self) -> bool:
         return Path(str(self.model_name_or_path)).name == PRETRAINING

@@ -27,7 +27,7 @@ from .checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from .identity import compare, run_settings
+from .identity import EVALUATED_BY, compare, run_settings
 from .objectives import Batch, Objective
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler, set_schedule_step
 from .results import read_json_lines, write_json
@@ -145,6 +145,8 @@ class TrainingLoop:
         self.eval_every = steps_per_epoch(loader, processes) if every == "epoch" else every
         self.settings = settings if settings is not None else run_settings(args)
         self.settings = {"an optimizer step": loader.step_size(processes), **self.settings}
+        if evaluation is not None and evaluation.goal is not None:
+            self.settings["the metric of the best model"] = asdict(evaluation.goal)
 
         if args.optim == "muon" and accelerator.distributed_type in SHARDED:
             raise ValueError(
@@ -208,13 +210,22 @@ class TrainingLoop:
         if checkpoint is None:
             return
         progress = read_progress(checkpoint)
-        compare(progress["settings"], json.loads(json.dumps(self.settings)), str(checkpoint))
+        settings = json.loads(json.dumps(self.settings))
+        compare(progress["settings"], settings, str(checkpoint))
         load_checkpoint(self.accelerator, checkpoint)
         rate = self.optimizer.param_groups[0]["lr"]
         set_schedule_step(self.scheduler, progress["step"])
         for name in ("step", "seconds", "num_tokens", "skipped_steps"):
             setattr(self.state, name, progress[name])
         self.state.best = Best(**progress["best"])
+        # Older checkpoints do not have these settings.
+        changed = [name for name in EVALUATED_BY if progress["settings"].get(name) not in (None, settings.get(name))]
+        if changed and self.state.best.value is not None:
+            self.state.best = Best()
+            self.accelerator.print(
+                f"Since {checkpoint} was saved, {' and '.join(changed)} changed: earlier evaluations are not compared "
+                "with later ones, and the best model is one of the later ones"
+            )
         kept = None if self.evaluation is None else self.evaluation.best_model
         if kept is not None and kept.step() != self.state.best.step:
             self.state.best = Best()  # the saved model is from a later step, which will be repeated

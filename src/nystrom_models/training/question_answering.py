@@ -44,8 +44,8 @@ class QuestionAnsweringArguments(FinetuningArguments):
     null_score_diff_threshold: float = field(
         default=0.0,
         metadata={
-            "help": "With --version_2_with_negative: no answer is predicted if its score exceeds that of the best "
-            "answer by more than this."
+            "help": "With --version_2_with_negative: predict no answer where the null score exceeds the best answer's "
+            "score by more than this."
         },
     )
 

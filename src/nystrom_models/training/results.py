@@ -41,6 +41,15 @@ def write_json(path: Path, content: Any, lines: bool = False, append: bool = Fal
     aside.replace(path)
 
 
+def _with_nan(value: Any) -> Any:
+    """`value` with NaN in place of null, as it was before [`_json`]; infinities become NaN, too."""
+    if isinstance(value, Mapping):
+        return {key: _with_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(item) for item in value]
+    return math.nan if value is None else value
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file with one object in each line, without a last line that was cut off; null becomes NaN. An
     empty list if there is no such file."""
@@ -52,7 +61,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             break
-        rows.append({name: math.nan if value is None else value for name, value in row.items()})
+        rows.append(_with_nan(row))
     return rows
 
 
@@ -91,8 +100,9 @@ def markdown_cell(value: object) -> str:
 
 
 def read_results(output_dir: str | os.PathLike) -> dict[str, Any] | None:
-    """What [`write_results`] wrote into `output_dir`; None if there is no such file."""
-    return read_json(Path(output_dir, "all_results.json"))
+    """What [`write_results`] wrote into `output_dir`, null in `results` as NaN; None if there is no such file."""
+    content = read_json(Path(output_dir, "all_results.json"))
+    return content if content is None else {**content, "results": _with_nan(content.get("results", {}))}
 
 
 def write_results(

@@ -28,7 +28,7 @@ from .loop import Evaluation, TrainingState, log_figures, num_training_steps, tr
 from .model_card import write_model_card
 from .objectives import Objective
 from .optimization import OptimizationArguments
-from .results import write_results
+from .results import read_results, write_results
 from .selection import Goal
 
 Scores = Callable[[nn.Module], Mapping[str, float]]
@@ -48,7 +48,7 @@ def start_run(args: RunArguments) -> Accelerator:
     the main one.
 
     Raises:
-        ValueError: if `--output_dir` has checkpoints of an earlier run.
+        ValueError: if `--output_dir` has checkpoints of an earlier run; with `--no_do_train`, results of a training.
         PermissionError, ConnectionError: if the Hub would refuse the upload of `--push_to_hub`.
         ImportError: if a tracker is not installed.
     """
@@ -62,6 +62,8 @@ def start_run(args: RunArguments) -> Accelerator:
     accelerator = create_accelerator(args.mixed_precision, **options)
     if args.do_train:
         make_way(args, remove=accelerator.is_main_process)
+    else:
+        _refuse_to_replace(args)
     if args.push_to_hub and accelerator.is_main_process:
         # Before training: otherwise a wrong token would be found only at the end.
         create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
@@ -72,6 +74,16 @@ def start_run(args: RunArguments) -> Accelerator:
         transformers.logging.set_verbosity_error()
     set_seed(args.seed)
     return accelerator
+
+
+def _refuse_to_replace(args: RunArguments) -> None:
+    """Raises a ValueError if results without training would replace those of a training, such as the model's own."""
+    saved = read_results(args.output_dir)
+    if saved is not None and saved.get("arguments", {}).get("do_train", True) and not args.overwrite_output_dir:
+        raise ValueError(
+            f"--output_dir {args.output_dir} has the all_results.json of a training, which --no_do_train would "
+            "replace: give another --output_dir, or --overwrite_output_dir."
+        )
 
 
 def start_trackers(accelerator: Accelerator, args: RunArguments, *arguments: Any) -> None:

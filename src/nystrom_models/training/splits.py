@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data sets of a run, by split, from the files or the Hub data set that its flags name."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
 
-from ..data.files import load_files
+from ..data.files import decoded_lines, file_ending, load_files
 from .arguments import DataArguments
 
 Files = Mapping[str, Sequence[str] | None]
@@ -44,7 +45,10 @@ def load_data(
     """
     files = {"train": args.train_file, "validation": args.validation_file, "test": test_file}
     if args.dataset_name is None:
-        return load_splits(files, args.cache_dir, load)
+        splits = load_splits(files, args.cache_dir, load)
+        if load is load_files:
+            _warn_of_lines(test_file or ())
+        return splits
     _refuse_both(files)
     found = _load_hub(args)
     wanted = {"train": "train", "validation": args.validation_split or "validation"}
@@ -56,6 +60,20 @@ def load_data(
             )
     splits = {split: found[name] for split, name in wanted.items() if name in found}
     return splits | ({"test": found["test"]} if "test" in found and wanted["validation"] != "test" else {})
+
+
+def _warn_of_lines(test_file: Sequence[str]) -> None:
+    """Warns of .txt files that were probably meant to have a text in each line."""
+    for path in test_file:
+        if file_ending(path) == ".txt":
+            lines = "".join(decoded_lines(path)).strip().splitlines()
+            if len(lines) > 1 and "" not in lines:
+                warnings.warn(
+                    f"--test_file {path} has {len(lines)} lines and no empty line, so that all of it is one text with "
+                    "one prediction: put an empty line between texts, or write them into a .csv file with the header "
+                    "text.",
+                    stacklevel=3,
+                )
 
 
 def _load_hub(args: DataArguments, **options: Any) -> Any:

@@ -20,6 +20,7 @@ from ..data.classification import (
     class_labels,
     classification_dataset,
     require_column,
+    require_labels,
 )
 from ..data.loading import eval_dataloader
 from ..data.metrics import load_metric
@@ -189,6 +190,30 @@ def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, l
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+# What a model predicts, as its configuration names it, and the flag for it.
+_KINDS = {
+    "regression": "--do_regression",
+    "multi_label_classification": "--multi_label",
+    "single_label_classification": None,
+}
+
+
+def check_kind(task: TextTask, problem_type: str | None, num_labels: int) -> None:
+    """Raises a ValueError unless a finished model predicts what the task asks for."""
+    several = "multi_label_classification"
+    wanted = "regression" if task.regression else several if task.multi_label else "single_label_classification"
+    if num_labels == 1 and several not in (wanted, problem_type):
+        problem_type = "regression"  # as in Transformers, also if the configuration names nothing
+    own = problem_type or ("single_label_classification" if task.regression else wanted)
+    if own != wanted or (task.regression and num_labels != 1):
+        changes = [f"leave out {_KINDS[wanted]}"] if _KINDS[wanted] else []
+        changes += [f"give {_KINDS[own]}"] if _KINDS.get(own) and own != wanted else []
+        raise ValueError(
+            f"The model was fine-tuned for {own}, with {num_labels} label{'s' if num_labels > 1 else ''}, and cannot "
+            f"be used for {wanted}: {' and '.join(changes)}, or give another --model_name_or_path."
+        )
+
+
 class TextClassificationRun(FinetuningRun):
     """A run of a [`TextTask`]."""
 
@@ -199,9 +224,10 @@ class TextClassificationRun(FinetuningRun):
 
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """As `FinetuningRun.check_columns`."""
-        labels = () if split.startswith("test") else (self.task.label_column,)
-        for column in (*self.task.text_columns, *labels):
+        for column in self.task.text_columns:
             require_column(dataset, column, self.where[split])
+        if not split.startswith("test"):
+            require_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split])
 
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""
@@ -226,9 +252,8 @@ class TextClassificationRun(FinetuningRun):
     def _own_head(self) -> tuple[dict[Any, int] | None, list[str]]:
         """The same for a finished model. Its classes may be in another order than the task's."""
         names = [self.config.id2label[i] for i in range(self.config.num_labels)]
+        check_kind(self.task, self.config.problem_type, len(names))
         if self.task.regression:
-            if len(names) != 1:
-                raise ValueError(f"The model predicts one of {len(names)} classes, not a number.")
             return None, []
         if self.task.label_names is None:
             ids, _ = _named(names)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
 
-from ..data.metrics.entities import entity_scores
+from ..data.metrics.entities import entity_scores, without_scheme
 from ..data.token_classification import (
     IGNORED,
     TokenClassificationCollator,
@@ -107,28 +107,41 @@ class TokenClassificationRun(FinetuningRun):
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""
         self.labelled = [split for split in splits if self.task.label_column in splits[split].column_names]
-        if not self.args.do_train:
+        if self.args.do_train:
+            self.names = self._names(splits)
+            self.config.id2label = dict(enumerate(self.names))
+            self.config.label2id = {name: i for i, name in enumerate(self.names)}
+        else:
             self.names = [self.config.id2label[i] for i in range(self.config.num_labels)]
-            return
+        other = without_scheme(self.names)
+        if other and self.labelled and self.args.task_name != "pos":
+            self.accelerator.print(
+                f"Precision, recall and F1 are not meaningful: the labels {', '.join(other[:5])}"
+                f"{', ...' if len(other) > 5 else ''} are neither O nor B-x, I-x, E-x or S-x, by which entities are "
+                "found. Write the labels so; or, if they are no entities, give --task_name pos, "
+                f"--label_column_name {self.task.label_column} and --metric_for_best_model accuracy."
+            )
+
+    def _names(self, splits: Mapping[str, Dataset]) -> list[str]:
+        """The labels in the order of their ids: those that the flags name, or those of the data."""
         if self.task.label_names is not None:
-            self.names = list(self.task.label_names)
+            names = list(self.task.label_names)
         else:
             found = {
                 split: tag_names(splits[split], self.task.label_column, self.where[split]) for split in self.labelled
             }
-            self.names = found["train"]
-            for split, names in found.items():
+            names = found["train"]
+            for split, own in found.items():
                 # These labels get their own classes, so that words with them count as errors.
-                if new := [name for name in names if name not in self.names]:
+                if new := [name for name in own if name not in names]:
                     self.accelerator.print(
                         f"Labels of {self.where[split]} that are not in the train set, and cannot be learned: "
                         f"{', '.join(new)}."
                     )
-                    self.names = [*self.names, *new]
-        if len(self.names) < 2:
-            raise ValueError(f"The train set has only one label, {self.names}: there is nothing to learn.")
-        self.config.id2label = dict(enumerate(self.names))
-        self.config.label2id = {name: i for i, name in enumerate(self.names)}
+                    names = [*names, *new]
+        if len(names) < 2:
+            raise ValueError(f"The train set has only one label, {names}: there is nothing to learn.")
+        return names
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""

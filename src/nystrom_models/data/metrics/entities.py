@@ -2,6 +2,7 @@
 """Precision, recall and F1 of entities, as `seqeval` (Nakayama 2018) counts them in its default mode, which follows
 the CoNLL-2000 script `conlleval`."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 
@@ -26,6 +27,11 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 def _split(tag: str) -> tuple[str, str]:
     """Prefix and type of a tag."""
     return tag[:1], tag[1:].split("-", maxsplit=1)[-1] or "_"
+
+
+def without_scheme(names: Sequence[str]) -> list[str]:
+    """The tags in which no entity can be found: neither O nor a prefix B, I, E or S, alone or with a type."""
+    return [name for name in names if not re.fullmatch(r"O|[BIES](-.+)?", name)]
 
 
 def _ends(previous: str, previous_kind: str, prefix: str, kind: str) -> bool:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLUE's official metrics, and those of other classification and regression data, as a module for `evaluate`."""
 
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import datasets
@@ -20,8 +23,8 @@ Args:
 Returns:
     cola: matthews_correlation; mrpc, qqp: accuracy and f1 of class 1; stsb: pearson and spearmanr; sst2, mnli, qnli,
     rte, wnli: accuracy; classification: accuracy and macro_f1; multi_label: micro_f1, macro_f1 and exact_match, the
-    share of rows with all labels right; regression: mse, pearson and spearmanr. A correlation with a constant is NaN.
-    Where GLUE has two metrics, combined_score is their mean, which is used in GLUE's average.
+    share of rows with all labels right; regression: mse, pearson and spearmanr. The correlation of a constant, or of a
+    single row, is NaN. Where GLUE has two metrics, combined_score is their mean, which is used in GLUE's average.
 """
 
 _CITATION = """\
@@ -33,6 +36,12 @@ _CITATION = """\
 }
 """
 
+
+def _correlation(correlate: Callable[..., Any], references: Sequence[float], predictions: Sequence[float]) -> float:
+    """A correlation, as `scipy` computes it. That of fewer than two rows is NaN."""
+    return correlate(references, predictions)[0] if len(references) > 1 else math.nan
+
+
 # Scores by name, each a function of references and predictions.
 _SCORES = {
     "accuracy": accuracy_score,
@@ -42,8 +51,8 @@ _SCORES = {
     "micro_f1": lambda references, predictions: f1_score(references, predictions, average="micro", zero_division=0),
     "matthews_correlation": matthews_corrcoef,
     "mse": mean_squared_error,
-    "pearson": lambda references, predictions: pearsonr(references, predictions)[0],
-    "spearmanr": lambda references, predictions: spearmanr(references, predictions)[0],
+    "pearson": partial(_correlation, pearsonr),
+    "spearmanr": partial(_correlation, spearmanr),
 }
 
 _METRICS = {

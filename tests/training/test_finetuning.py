@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task asks of the data and of a finished model, before anything is trained or predicted."""
+
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from transformers import PretrainedConfig
+
+from nystrom_models.data.classification import TextTask
+from nystrom_models.training.arguments import DataArguments, RunArguments
+from nystrom_models.training.results import write_results
+from nystrom_models.training.run import start_run
+from nystrom_models.training.splits import load_data
+from nystrom_models.training.text_classification import check_kind
+from nystrom_models.training.token_classification import TokenClassificationArguments, TokenClassificationRun
+
+TASKS = {
+    "single": TextTask(("text",)),
+    "several": TextTask(("text",), multi_label=True),
+    "number": TextTask(("text",), regression=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "problem_type", "num_labels", "advice"),
+    [
+        ("single", "regression", 1, "give --do_regression"),
+        ("single", None, 1, "give --do_regression"),
+        ("single", "multi_label_classification", 2, "give --multi_label"),
+        ("single", "multi_label_classification", 1, "give --multi_label"),
+        ("several", "single_label_classification", 3, "leave out --multi_label"),
+        ("several", "regression", 1, "leave out --multi_label and give --do_regression"),
+        ("number", "single_label_classification", 2, "leave out --do_regression"),
+        ("number", "multi_label_classification", 1, "leave out --do_regression and give --multi_label"),
+        ("number", None, 3, "leave out --do_regression"),
+        ("single", "single_label_classification", 3, None),
+        ("single", None, 3, None),
+        ("several", "multi_label_classification", 1, None),
+        ("several", None, 2, None),
+        ("number", "regression", 1, None),
+        ("number", None, 1, None),
+    ],
+)
+def test_a_finished_model_is_used_for_what_it_predicts(task, problem_type, num_labels, advice):
+    if advice is None:
+        check_kind(TASKS[task], problem_type, num_labels)
+        return
+    with pytest.raises(ValueError, match=f": {advice}, or give another --model_name_or_path"):
+        check_kind(TASKS[task], problem_type, num_labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "told"),
+    [
+        (["ORG", "O"], {}, "are not meaningful: the labels ORG are neither O nor B-x"),
+        (["ORG", "O"], {"do_train": False}, "are not meaningful: the labels ORG are neither O nor B-x"),
+        (list("abcdefO"), {}, "the labels a, b, c, d, e, ... are"),
+        (["B-x", "O"], {}, ""),
+        (["NN", "DT"], {"task_name": "pos", "label_column_name": "ner_tags"}, ""),
+    ],
+)
+def test_labels_in_which_no_entity_can_be_found_are_told(labels, options, told, capsys):
+    run = object.__new__(TokenClassificationRun)
+    run.args = TokenClassificationArguments(output_dir="x", model_name_or_path="x", **options)
+    run.task, run.accelerator, run.where = run.args.task(), SimpleNamespace(print=print), {"train": "the train set"}
+    run.config = PretrainedConfig(id2label=dict(enumerate(labels)))
+    run.set_classes({"train": Dataset.from_dict({"tokens": [labels], "ner_tags": [labels]})})
+    printed = capsys.readouterr().out
+    assert told in printed and bool(told) == bool(printed)
+
+
+def test_results_of_a_training_are_not_replaced_by_those_of_a_prediction(tmp_path):
+    def begin(**options):
+        start_run(RunArguments(output_dir=str(tmp_path), **options))
+
+    write_results(tmp_path, {"train": {}}, RunArguments(output_dir="x"))
+    begin()  # another training
+    with pytest.raises(ValueError, match=r"give another --output_dir, or --overwrite_output_dir"):
+        begin(do_train=False)
+    begin(do_train=False, overwrite_output_dir=True)
+    write_results(tmp_path, {"test": {}}, RunArguments(output_dir="x", do_train=False))
+    begin(do_train=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "warned"),
+    [
+        ("x.txt", "one\ntwo\r\nthree\n", "x.txt has 3 lines and no empty line"),
+        ("x.txt", "\ufeffone\n\ntwo\nand a half\n", None),
+        ("x.txt", "one\n\n", None),
+        ("x.csv", "text\none\ntwo\n", None),
+    ],
+)
+def test_a_text_file_with_a_text_in_each_line(name, text, warned, tmp_path, recwarn):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8", newline="")
+    rows = load_data(DataArguments(cache_dir=str(tmp_path)), [str(path)])["test"]
+    told = [str(warning.message) for warning in recwarn if "empty line" in str(warning.message)]
+    if warned:
+        assert len(rows) == 1 and warned in told[0]
+    else:
+        assert not told and not rows[0]["text"].startswith("\ufeff")
+
+
+def test_the_number_of_predictions_is_told(capsys):
+    run = object.__new__(TokenClassificationRun)
+    run.accelerator = SimpleNamespace(print=print, is_main_process=False)
+    run.rows = run.examples = {"train": [1], "test": [1] * 1234}
+    run.where, run.score = {"test": "the test set"}, lambda *_: ([], {})
+    assert run.write_tests(None, 8) == {}
+    assert capsys.readouterr().out == "1,234 rows of the test set were predicted.\n"

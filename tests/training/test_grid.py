@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of `--grid`, and what is made of the results of its runs."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from nystrom_models.data.classification import TextTask
+from nystrom_models.training import grid
+from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetuning_identity
+from nystrom_models.training.grid import finetune_grid, parse_grid
+from nystrom_models.training.long_range_arena import ArenaArguments
+from nystrom_models.training.question_answering import QuestionAnsweringArguments
+from nystrom_models.training.results import write_results
+from nystrom_models.training.text_classification import TextClassificationArguments
+from nystrom_models.training.token_classification import TokenClassificationArguments
+
+OPTIMIZATION = FinetuningOptimizationArguments()
+
+
+def arguments(folder="x", kind=TextClassificationArguments, **options):
+    return kind(output_dir=str(folder), model_name_or_path="x", **options)
+
+
+def test_values_are_those_of_the_command_line():
+    items = ["group_by_length=True,False", "warmup_ratio=.1,0.2", "seed=0,1", "truncation_strategy=tail,head"]
+    assert parse_grid(items, arguments(), OPTIMIZATION) == {
+        "group_by_length": [True, False],
+        "warmup_ratio": [0.1, 0.2],
+        "seed": [0, 1],
+        "truncation_strategy": ["tail", "head"],
+    }
+    arena = arguments(kind=ArenaArguments, task="listops")
+    assert parse_grid(["num_train_epochs=3,4.5"], arena, OPTIMIZATION) == {"num_train_epochs": [3.0, 4.5]}
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["truncation_strategy=tail,banana"], "invalid choice: 'banana'"),
+        (["group_by_length=maybe"], "'group_by_length=maybe'.*Truthy value expected"),
+        (["seed=0,1.5"], "invalid int value: '1.5'"),
+        (["learning_rate=1e-5,"], "invalid float value: ''"),
+        (["warmup_ratio=.1,0.1"], "the value 0.1 is repeated"),
+        (["group_by_length=True,true"], "the value True is repeated"),
+        (["seed=0", "seed=1"], "all values of seed in one item"),
+    ],
+)
+def test_wrong_values_are_refused(items, message):
+    with pytest.raises(ValueError, match=message):
+        parse_grid(items, arguments(), OPTIMIZATION)
+
+
+@pytest.mark.parametrize(
+    ("kind", "item"),
+    [
+        (TextClassificationArguments, "train_file=a.csv,b.csv"),
+        (TextClassificationArguments, "label_column_name=a,b"),
+        (TextClassificationArguments, "do_regression=true,false"),
+        (TokenClassificationArguments, "label_all_tokens=true,false"),
+        (QuestionAnsweringArguments, "version_2_with_negative=true,false"),
+        (ArenaArguments, "data_seed=0,1"),
+        (ArenaArguments, "max_length=40,80"),
+    ],
+)
+def test_what_all_runs_share_is_no_part_of_a_grid(kind, item):
+    """Data and tasks are read once: each run would have those of the first."""
+    options = {"task": "listops"} if kind is ArenaArguments else {}
+    with pytest.raises(ValueError, match=rf"--grid '{item}': --{item.split('=')[0]} applies to the whole run"):
+        arguments(kind=kind, grid=[item], **options)
+
+
+def run(folder, monkeypatch, scores, items, **options):
+    """A grid whose runs are not trained, but write `scores`, in turn; and the folders that they were given."""
+    given, left = [], iter(scores)
+
+    def finetune(args, optimization, task, splits, content):
+        Path(args.output_dir).mkdir(parents=True)
+        given.append(Path(args.output_dir).name)
+        results = {"train": {}, "validation": next(left)}
+        write_results(args.output_dir, results, identity=finetuning_identity(args, optimization, content))
+        Path(args.output_dir, "model.safetensors").touch()
+        return results
+
+    monkeypatch.setattr(grid, "content_digests", lambda *_: {"data": "x"})
+    monkeypatch.setattr(grid, "finetune", finetune)
+    task, splits = TextTask(("text",), best_metric="pearson"), {"train": Dataset.from_dict({"text": ["a"]})}
+    return finetune_grid(arguments(folder, grid=items, **options), OPTIMIZATION, task, splits), given
+
+
+def test_an_undefined_score_is_never_best_and_is_read_again(monkeypatch, tmp_path):
+    """The correlation with a constant is NaN, and null in the file."""
+    scores = [{"pearson": value, "loss": 1.0} for value in (math.nan, 0.5, 0.25, 0.75)]
+    items = ["learning_rate=1e-3,1e-4", "seed=0,1"]
+    for expected in (4, 0):  # again: nothing is repeated
+        found, given = run(tmp_path, monkeypatch, scores, items)
+        assert len(given) == expected
+        poor, good = found["grid"]
+        assert found["best"] is good and found["best_run"] == "learning_rate=0.0001,seed=1"
+        assert good["validation"]["pearson"] == {"mean": 0.5, "std": pytest.approx(0.5 / 2**0.5)}
+        assert all(map(math.isnan, poor["validation"]["pearson"].values()))
+    written = json.loads((tmp_path / "all_results.json").read_text())["results"]
+    assert written["grid"][0]["validation"]["pearson"] == {"mean": None, "std": None}
+
+
+def test_undefined_scores_alone(monkeypatch, tmp_path):
+    found, _ = run(tmp_path, monkeypatch, [{"pearson": math.nan}] * 2, ["seed=0,1"])
+    assert found["best_run"] == "seed=0" and math.isnan(found["best"]["validation"]["pearson"]["std"])
+
+
+def test_paths_have_a_folder_each(monkeypatch, tmp_path):
+    scores = [{"pearson": value} for value in (0.1, 0.3, 0.2)]
+    items = ["model_name_or_path=model,a/model,a%2Fmodel"]
+    found, given = run(tmp_path, monkeypatch, scores, items, keep_best_only=True)
+    assert given == [f"model_name_or_path={name},seed=0" for name in ("model", "a%2Fmodel", "a%252Fmodel")]
+    assert found["best_run"] == given[1]
+    assert [path.parent.name for path in tmp_path.rglob("*.safetensors")] == [given[1]]
+
+
+def test_all_values_are_checked_before_the_first_run(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="--learning_rate must be positive"):
+        run(tmp_path, monkeypatch, [], ["learning_rate=1e-3,-1"])
+    assert not list(tmp_path.iterdir())
