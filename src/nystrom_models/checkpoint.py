@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint to measure or export it: in float32, and never with random weights."""
+"""Loads the model of a checkpoint to measure or export it, in float32 and never with random weights, and its
+tokenizer."""
 
 import os
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
 def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any:
@@ -27,3 +29,18 @@ def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any
             f"random: {advice}"
         )
     return model.eval()
+
+
+def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """`AutoTokenizer.from_pretrained(name, **kwargs)`.
+
+    Raises:
+        ValueError: if there is none. Transformers makes one up for some kinds of models, with nothing but special
+            tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(
+            f"{str(name)!r} has no tokenizer: save one there with tokenizer.save_pretrained(), or give another one."
+        )
+    return tokenizer

@@ -169,6 +169,17 @@ def test_a_nystromformers_own_landmarks_are_measured_and_long_rows_are_drawn():
     torch.testing.assert_close(found.layers[1].token[1], maps[1][0, :, -1], rtol=1e-3, atol=1e-4)
 
 
+def test_a_token_is_looked_up_where_it_is_and_its_map_is_no_exact_one():
+    model, calls = make_model("Bert"), [*alone([12]), *alone([37])]
+    found = inspect_attention(model, calls, num_landmarks=[4, 16, 64], pinv_iterations=[6], token=20)
+    assert found.layers[0].token.shape == (2, 4, 37)
+    # 64 landmarks would be exact attention.
+    assert found.main == Setting(37, "nystrom", 16, 6)
+    assert not torch.allclose(*found.layers[0].token, atol=1e-3)
+    short = inspect_attention(model, calls[:1], num_landmarks=[16, 64], pinv_iterations=[6])
+    assert short.main == Setting(12, "nystrom", 64, 6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,6 +11,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from nystrom_models.command_line.main import main
 from nystrom_models.data import train_tokenizer
+from nystrom_models.deployment import folder as deployment
+from nystrom_models.deployment.folder import load_for_export
 from tests.analysis.models import make_model
 
 TEXT = "Return a list of the names of all columns . Raise an error if the file does not exist . "
@@ -42,6 +44,14 @@ def test_a_model_is_exported_by_a_process_of_its_own(folder):
         expected = AutoModelForMaskedLM.from_pretrained(folder / "model")(**inputs).logits
     valid = inputs["attention_mask"].bool()
     torch.testing.assert_close(torch.from_numpy(logits)[valid], expected[valid], rtol=1e-4, atol=1e-4)
+
+
+def test_an_earlier_quantized_file_does_not_stay(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)
+    (tmp_path / "model_quantized.onnx").touch()
+    model, tokenizer = load_for_export(folder / "model", None), AutoTokenizer.from_pretrained(folder / "model")
+    assert deployment.export_folder(model, tokenizer, tmp_path) == {"onnx": tmp_path / "model.onnx"}
+    assert not (tmp_path / "model_quantized.onnx").exists()
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,14 @@ def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
     assert "weights of BertForMaskedLM, such as cls.predictions" in capsys.readouterr().err
 
 
+def test_a_checkpoint_without_a_tokenizer_is_refused(folder, tmp_path, capsys):
+    """For a BERT, Transformers makes up a tokenizer that knows only special tokens."""
+    make_model("Bert", vocab_size=99).save_pretrained(tmp_path)
+    flags = ["--text_file", str(folder / "text.txt"), "--output_dir", str(tmp_path / "out")]
+    assert main(["inspect", str(tmp_path), *flags]) == 1
+    assert "has no tokenizer: save one there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

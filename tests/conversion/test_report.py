@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from nystrom_models.conversion import convert, convert_checkpoint, converted_config
+from nystrom_models.conversion import Matching, convert, convert_checkpoint, converted_config
 from nystrom_models.conversion.sample import Sample
 from tests.conversion.sources import LENGTH, save_source
 from tests.conversion.test_convert import bert_tokenizer
@@ -91,4 +91,6 @@ def test_a_source_without_a_tokenizer_is_converted_but_not_saved(source, tmp_pat
         convert_checkpoint(tmp_path / "bare", tmp_path / "out", config)
     with pytest.raises(ValueError, match="has no tokenizer"):
         convert(tmp_path / "bare", config, sample=["a text"])
+    with pytest.raises(ValueError, match="give sample"):
+        convert(tmp_path / "bare", config, matching=Matching(steps=2))
     assert not (tmp_path / "out").exists()

@@ -80,6 +80,9 @@ def inspect_attention(
     if layers is not None and (unknown := sorted(set(layers) - measuring.seen)):
         raise ValueError(f"layers names {unknown}, but the model's attention layers are 0 to {max(measuring.seen)}.")
     found = dict(sorted(measuring.layers.items()))
+    if token is not None and all(layer.token is None for layer in found.values()):
+        longest = max(setting.length for layer in found.values() for setting in layer.errors)
+        raise ValueError(f"token must lie between 0 and {longest - 1}, or be negative, but is {token}.")
     settings = sorted(
         {setting for layer in found.values() for setting in layer.errors},
         key=lambda s: (s.length, s.method, s.num_landmarks or 0, s.pinv_iterations or 0),
@@ -107,7 +110,7 @@ class _Measuring:
         own_iterations = getattr(model.config, "pinv_iterations", None)
         self.num_landmarks = sorted({*num_landmarks, *own_numbers})
         self.pinv_iterations = sorted({*pinv_iterations} | ({own_iterations} if own_iterations else set()))
-        self.main_landmarks: int = own if isinstance(own, int) else _middle(self.num_landmarks)
+        self.own_landmarks = own if isinstance(own, int) else None
         self.main_iterations: int = own_iterations or _middle(self.pinv_iterations)
         self.max_rows, self.chosen_layers, self.token, self.seed = max_rows, layers, token, seed
         self.on_layer = on_layer
@@ -147,7 +150,8 @@ class _Measuring:
             if main is not None and layer.spectrum is not None and layer.spectrum.texts == 1:
                 layer.pictures = torch.stack([_shrunk(exact), _shrunk(main)])
                 layer.picture_errors = main_error
-        if self.token is not None and (layer.token is None or layer.token.shape[-1] < length):
+        has_token = self.token is not None and -length <= self.token < length
+        if has_token and (layer.token is None or layer.token.shape[-1] < length):
             layer.token = self.rows_of_token(row).cpu()
 
     def settings(self, row: "_Row") -> list[Setting]:
@@ -161,11 +165,16 @@ class _Measuring:
 
     def is_main(self, setting: Setting) -> bool:
         """Whether a setting is the main one, apart from its length."""
-        wanted = (self.main_landmarks, self.main_iterations)
+        number = self.own_landmarks
+        if number is None:
+            # As many landmarks as tokens would be exact attention.
+            fewer = [tried for tried in self.num_landmarks if tried < setting.length]
+            number = _middle(fewer or self.num_landmarks)
+        wanted = (number, self.main_iterations)
         return setting.method != "nystrom" or (setting.num_landmarks, setting.pinv_iterations) == wanted
 
     def main_setting(self, settings: Sequence[Setting]) -> Setting:
-        """The model's own setting at the greatest length; without one, the middle one of those that were tried."""
+        """The model's own setting at the greatest length; without one, the middle one of those that approximate."""
         length = max(setting.length for setting in settings)
         return next(setting for setting in settings if setting.length == length and self.is_main(setting))
 
@@ -180,8 +189,6 @@ class _Measuring:
     def rows_of_token(self, row: "_Row") -> Tensor:
         """(2, H, N): what the chosen token attends to, exactly and with the main setting."""
         assert self.token is not None
-        if not -row.length <= self.token < row.length:
-            raise ValueError(f"token must lie between 0 and {row.length - 1}, or be negative, but is {self.token}.")
         place = torch.tensor([self.token % row.length], device=row.query.device)
         setting = next(setting for setting in self.settings(row) if self.is_main(setting))
         return torch.stack([row.exact_map(place)[:, 0], row.approximation(setting, place)[0][:, 0]])

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..checkpoint import load_complete
+from ..checkpoint import load_complete, load_tokenizer
 from ..models.configuration_nystromformer import NystromformerConfig
 from ..models.modeling_base import BasePreTrainedModel
 from .env import environment
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ImportError(f"inspect needs {error.name}: pip install '.[train]' in the repository.") from error
     device = _device(arguments.device)
     texts = _column(load_files(arguments.text_file, "--text_file"), arguments.text_column_name)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.checkpoint)
+    tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.checkpoint)
     whole, model = _model(arguments, tokenizer, device)
     calls = _calls(arguments, texts, tokenizer, longest_row(model, tokenizer))
     longest = [call for call in calls if call["input_ids"].shape[1] == calls[-1]["input_ids"].shape[1]]

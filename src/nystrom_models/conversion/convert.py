@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoint import load_tokenizer
 from ..models.configuration_base import BaseConfig
 from .comparison import compared_lengths, measure_differences
 from .configurations import check_config
@@ -123,13 +124,15 @@ def _convert(
     head = source_head(source_config) if head is None else head
     check_head(head, source_config)
     check_config(config, source_config, head)
+    if matching is not None and sample is None:
+        raise ValueError("matching (--matching_steps) trains feature maps on text: give sample (--sample_file), too.")
     rows = None
     if isinstance(sample, Tensor):
         rows = Sample.of_rows(sample, source_config.vocab_size)
     elif sample is not None:
         if isinstance(sample, str):
             raise TypeError("sample is one text: give a list of texts.")
-        tokenizer = tokenizer or _read_tokenizer(model_name_or_path, files)
+        tokenizer = tokenizer or load_tokenizer(model_name_or_path, **files)
         rows = Sample.of_texts(sample, tokenizer)
 
     source = read_source(model_name_or_path, source_config, head, kwargs)
@@ -219,7 +222,7 @@ def convert_checkpoint(
     """
     check_output_dir(output_dir)
     files = {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
-    tokenizer = _read_tokenizer(model_name_or_path, files)
+    tokenizer = load_tokenizer(model_name_or_path, **files)
     if not tokenizer.is_fast:
         raise ValueError(
             f"The source's tokenizer, {type(tokenizer).__name__}, is not fast, and AutoTokenizer loads only fast "
@@ -236,17 +239,6 @@ def convert_checkpoint(
     if save_report:
         report.save(output_dir)
     return (model, report) if return_report else model
-
-
-def _read_tokenizer(model_name_or_path: str | os.PathLike, files: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a source; raises ValueError if Transformers made it up, with nothing but special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **files)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(
-            f"{str(model_name_or_path)!r} has no tokenizer: save one there with tokenizer.save_pretrained(), or use "
-            "convert(), which needs a tokenizer only for a sample of texts."
-        )
-    return tokenizer
 
 
 def check_output_dir(output_dir: str | os.PathLike) -> None:

@@ -86,6 +86,7 @@ def export_folder(
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files = {"onnx": path}
+    (folder / "model_quantized.onnx").unlink(missing_ok=True)  # of an earlier export, maybe of another model
     if quantize:
         from onnxruntime.quantization import quantize_dynamic
 

@@ -77,8 +77,10 @@ class BasePreTrainedModel(PreTrainedModel):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Checkpoints of a registered class carry their code. Those of a class derived from it do not.
-        cls._auto_class = None
+        # Checkpoints of a registered class carry their code. Those of a user's class derived from it do not; but
+        # those of the class that Transformers derives from a causal model's to generate do.
+        if not cls.is_of_the_family():
+            cls._auto_class = None
         if cls is cls.family():
             cls.auto_classes = {}
         elif cls.is_of_the_family():

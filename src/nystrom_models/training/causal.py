@@ -11,8 +11,9 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint import load_tokenizer
 from ..data.causal import CausalCollator, causal_dataset, causal_stream, causal_tokenizer
 from ..data.classification import require_column
 from ..data.loading import TrainingLoader, eval_dataloader
@@ -164,9 +165,7 @@ def train_causal(
     """
     accelerator = start_run(args)
     tokenizer = causal_tokenizer(
-        AutoTokenizer.from_pretrained(
-            args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
-        )
+        load_tokenizer(args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code)
     )
     config = _config(args, tokenizer)
     longest = config.max_position_embeddings

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Protocol
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint import load_tokenizer
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
@@ -121,7 +122,7 @@ def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, 
     """Configuration and tokenizer of the pretrained model; or of a new one, for this vocabulary and special tokens."""
     remote = {"trust_remote_code": args.trust_remote_code}
     name = args.tokenizer_name or args.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(name, **remote)
+    tokenizer = load_tokenizer(name, **remote)
     if args.model_name_or_path is not None:
         config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
         return override(config, args.config_overrides), tokenizer

@@ -69,7 +69,12 @@ print(model.config.id2label[int(logits.argmax())])"""
 TASKS = {
     "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
     "ForMaskedLM": _Task("fill-mask", "that fills in masked tokens", _MASKED),
-    "ForCausalLM": _Task("text-generation", "that continues texts", '"Replace this beginning by your own."'),
+    "ForCausalLM": _Task(
+        "text-generation",
+        "that continues texts",
+        '"Replace this beginning by your own."',
+        call="model({}, max_new_tokens=20)",
+    ),
     "ForSequenceClassification": _Task("text-classification", "that classifies texts"),
     "ForTokenClassification": _Task("token-classification", "that classifies tokens"),
     "ForQuestionAnswering": _Task(

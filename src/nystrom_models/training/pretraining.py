@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
     AutoModelForPreTraining,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from ..checkpoint import load_tokenizer
 from ..conversion import convert
 from ..data.classification import require_column
 from ..data.loading import TrainingLoader, eval_dataloader
@@ -240,7 +240,7 @@ def pretrain(
             before anything is trained.
     """
     accelerator = start_run(args)
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = load_tokenizer(
         args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
     )
     config = _config(args, tokenizer)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..analysis.substitution import attending_by
+from ..checkpoint import load_tokenizer
 from ..conversion.reading import without_load_report
 from ..conversion.sources import source_fields, source_kind
 from ..data.special_tokens import Template
@@ -163,7 +164,7 @@ class Teacher:
 
 def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     try:
-        theirs = AutoTokenizer.from_pretrained(name)
+        theirs = load_tokenizer(name)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{FLAG} {name} has no tokenizer ({error}): save its tokenizer in that folder by "
