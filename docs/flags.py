@@ -27,6 +27,11 @@ class Flag(NamedTuple):
     help: str
 
 
+def is_flag(node: ast.stmt) -> bool:
+    """Whether a statement of a class defines a field of the dataclass."""
+    return isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).startswith("ClassVar")
+
+
 def flag(node: ast.AnnAssign) -> Flag:
     """The flag of a dataclass's field, which has its help in `field(metadata={"help": ...})`."""
     assert isinstance(node.target, ast.Name)
@@ -61,7 +66,7 @@ def dataclasses() -> dict[str, tuple[list[str], list[Flag], str]]:
         for path in sorted(folder.glob("*.py")):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef):
-                    fields = [flag(part) for part in node.body if isinstance(part, ast.AnnAssign)]
+                    fields = [flag(part) for part in node.body if is_flag(part)]
                     docstring = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
                     found[node.name] = ([ast.unparse(base) for base in node.bases], fields, docstring)
     return found
