@@ -15,9 +15,10 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import nystrom_models  # noqa: F401, registers the models
+from nystrom_models.checkpoint import load_tokenizer
 from nystrom_models.data import CausalCollator, causal_dataset, causal_tokenizer, eval_dataloader
 from nystrom_models.data.files import load_files
 from nystrom_models.training import create_accelerator
@@ -52,7 +53,7 @@ class ContextArguments:
 
 def measure(name: str, documents: Dataset, args: ContextArguments, accelerator: Accelerator) -> list[dict[str, float]]:
     """The scores of a model at each length. A length beyond `max_position_embeddings` is left out, with a message."""
-    tokenizer = causal_tokenizer(AutoTokenizer.from_pretrained(name))
+    tokenizer = causal_tokenizer(load_tokenizer(name))
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer.model_max_length = longest = model.config.max_position_embeddings or NO_LIMIT
     model = accelerator.prepare(model)

@@ -19,11 +19,9 @@ import onnxruntime
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
+from nystrom_models.checkpoint import load_tokenizer
 from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.data.classification import TextTask
 from nystrom_models.data.files import load_files
@@ -173,7 +171,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
     (arguments,) = parse_arguments((ExportArguments,), args, __doc__)
     model = load_for_export(arguments.model_name_or_path, arguments.task)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_name or arguments.model_name_or_path)
+    tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.model_name_or_path)
     limit = min(model.config.max_position_embeddings or tokenizer.model_max_length, tokenizer.model_max_length)
     lengths = arguments.lengths or [max(1, limit // 4), limit]
     if not 1 <= min(lengths) <= max(lengths) <= limit:

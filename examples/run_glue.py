@@ -13,7 +13,7 @@ several values of flags, such as learning_rate=2e-5,3e-5 seed=0,1,2, and prints 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 
@@ -30,6 +30,10 @@ from nystrom_models.training.text_classification import TextClassificationArgume
 @dataclass(kw_only=True)
 class GlueArguments(TextClassificationArguments):
     """The additional flags of GLUE."""
+
+    not_in_a_grid: ClassVar[frozenset[str]] = TextClassificationArguments.not_in_a_grid | frozenset(
+        "task_name data_dir validation_mismatched_file test_mismatched_file test_ax_file start_from_mnli".split()
+    )
 
     task_name: str | None = field(
         default=None, metadata={"help": f"GLUE task: {', '.join(GLUE_TASKS)}; or all, one after the other."}

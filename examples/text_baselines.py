@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, List
+from datasets import Dataset
 from scipy import sparse
 from sklearn.base import BaseEstimator
 from sklearn.dummy import DummyClassifier, DummyRegressor
@@ -29,7 +29,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import train_test_split
 
 from nystrom_models.data import TextTask
-from nystrom_models.data.classification import check_labels, encoded_labels, require_column
+from nystrom_models.data.classification import check_labels, encoded_labels, has_lists, require_column
 from nystrom_models.data.glue import GLUE_TASKS, load_glue
 from nystrom_models.data.glue_files import load_glue_files
 from nystrom_models.training.arguments import DataArguments, parse_arguments
@@ -140,7 +140,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
         for column in (*task.text_columns, task.label_column):
             require_column(rows, column, f"the {name} set")
     train_set = splits.pop("train")
-    if isinstance(train_set.features[task.label_column], List):
+    if has_lists(train_set, task.label_column):
         raise ValueError(
             f"The rows of the train set have lists of labels in the column {task.label_column!r}, for which there is "
             "no baseline: give data with one label for each row."

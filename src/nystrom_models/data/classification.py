@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
@@ -40,40 +42,47 @@ def require_column(dataset: Dataset, column: str, where: str) -> None:
         raise ValueError(
             f"{where[0].upper()}{where[1:]} has no column {column!r}; its columns are {dataset.column_names}."
         )
-    row = 0
-    for batch in dataset.select_columns([column]).with_format("arrow").iter(10_000):
-        if batch[column].null_count:
-            row += batch[column].is_null().to_pylist().index(True)
-            raise ValueError(f"The column {column!r} of {where} has no value in row {row + 1}.")
-        row += len(batch)
+    for row, values in _batches(dataset, column):
+        if values.null_count:
+            row += values.is_null().to_pylist().index(True)
+            raise ValueError(f"The column {column!r} of {where} has no value in row {row}.")
 
 
 def require_labels(dataset: Dataset, column: str, several: bool, where: str) -> None:
     """As [`require_column`]; if rows have several labels, no list lacks a value, and an empty field of a .csv or .tsv
     file, which is read as missing, is a row without labels."""
-    if several and column in dataset.column_names:
-        if not _listed(dataset, column) and dataset.builder_name == "csv":
-            return
-        for row, labels in enumerate(dataset[column] if _listed(dataset, column) else (), start=1):
-            if labels is not None and None in labels:
-                raise ValueError(f"The column {column!r} of {where} has a list without a value in row {row}.")
+    if several and column in dataset.column_names and dataset.builder_name == "csv" and not has_lists(dataset, column):
+        return
     require_column(dataset, column, where)
+    if several and has_lists(dataset, column):
+        for row, values in _batches(dataset, column):
+            if pc.list_flatten(values).null_count:
+                row += next(i for i, labels in enumerate(values.to_pylist()) if None in labels)
+                raise ValueError(f"The column {column!r} of {where} has a list without a value in row {row}.")
 
 
-def _listed(dataset: Dataset, column: str) -> bool:
+def _batches(dataset: Dataset, column: str) -> Iterator[tuple[int, pa.ChunkedArray]]:
+    """The values of a column, some rows at a time, each time with the number of the first row, counted from 1."""
+    row = 1
+    for batch in dataset.select_columns([column]).with_format("arrow").iter(10_000):
+        yield row, batch[column]
+        row += len(batch)
+
+
+def has_lists(dataset: Dataset, column: str) -> bool:
     """Whether the labels of a row are a list."""
     return hasattr(dataset.features[column], "feature")
 
 
 def _label_feature(dataset: Dataset, column: str) -> Any:
     feature = dataset.features[column]
-    return feature.feature if _listed(dataset, column) else feature
+    return feature.feature if has_lists(dataset, column) else feature
 
 
 def _label_values(dataset: Dataset, column: str, labels: Sequence[Any], delimiter: str | None) -> list[Any]:
     """The labels, by name if the data set numbers them; lists of labels if a row has several."""
     feature = _label_feature(dataset, column)
-    if delimiter is not None and not _listed(dataset, column):
+    if delimiter is not None and not has_lists(dataset, column):
         texts = ["" if label is None else str(label) for label in labels]
         labels = [[part.strip() for part in text.split(delimiter) if part.strip()] for text in texts]
     if isinstance(feature, ClassLabel):

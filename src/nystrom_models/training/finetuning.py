@@ -47,9 +47,7 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
     # Flags that are read once, before the first run of a grid: the data and what they mean, and the output.
     not_in_a_grid: ClassVar[frozenset[str]] = frozenset(
         "output_dir grid keep_best_only hub_model_id cache_dir dataset_name dataset_config_name validation_split"
-        " train_file validation_file test_file validation_mismatched_file test_mismatched_file test_ax_file data_dir"
-        " task_name start_from_mnli text_column_names text_column_name label_column_name label_names label_delimiter"
-        " label_all_tokens do_regression multi_label version_2_with_negative".split()
+        " train_file validation_file test_file".split()
     )
 
     model_name_or_path: str | None = field(

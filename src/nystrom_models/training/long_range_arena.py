@@ -42,8 +42,8 @@ class ArenaArguments(TextClassificationArguments):
 
     # The length is that of the generated data and of the new model.
     not_in_a_grid: ClassVar[frozenset[str]] = TextClassificationArguments.not_in_a_grid | frozenset(
-        "max_length task attention data_seed generated_rows pretrain_on_task pretrain_steps pretrain_learning_rate"
-        " pretrain_mlm_probability".split()
+        "max_length task data_dir attention data_seed generated_rows pretrain_on_task pretrain_steps"
+        " pretrain_learning_rate pretrain_mlm_probability".split()
     )
 
     task: Literal["listops", "text", "retrieval", "image", "pathfinder"] = field(metadata={"help": "The task."})

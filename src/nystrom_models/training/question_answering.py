@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ from .results import write_json
 @dataclass(kw_only=True)
 class QuestionAnsweringArguments(FinetuningArguments):
     """The flags of Transformers' run_qa.py."""
+
+    not_in_a_grid: ClassVar[frozenset[str]] = FinetuningArguments.not_in_a_grid | {"version_2_with_negative"}
 
     version_2_with_negative: bool = field(default=False, metadata={"help": "Some questions have no answer."})
     max_seq_length: int | None = field(

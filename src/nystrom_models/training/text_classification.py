@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,10 @@ class TextColumnArguments:
 @dataclass(kw_only=True)
 class TextClassificationArguments(FinetuningArguments, TextColumnArguments):
     """The meaning of labels, and the part of a long text that is read."""
+
+    not_in_a_grid: ClassVar[frozenset[str]] = FinetuningArguments.not_in_a_grid | frozenset(
+        "text_column_names label_column_name do_regression label_delimiter multi_label".split()
+    )
 
     label_delimiter: str = field(
         default=",", metadata={"help": "With --multi_label: separator of the labels, if they are given as one text."}

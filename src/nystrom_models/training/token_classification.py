@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,10 @@ OUTSIDE = "O"
 @dataclass(kw_only=True)
 class TokenClassificationArguments(FinetuningArguments):
     """The flags of Transformers' run_ner.py."""
+
+    not_in_a_grid: ClassVar[frozenset[str]] = FinetuningArguments.not_in_a_grid | frozenset(
+        "task_name text_column_name label_column_name label_names label_all_tokens".split()
+    )
 
     task_name: str = field(default="ner", metadata={"help": "Name of the task: ner, pos, ..."})
     text_column_name: str = field(default="tokens", metadata={"help": "Column of the words, a list in each row."})
