@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What masked and causal language modeling share: flags, configurations, data loaders, and the run itself."""
 
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,6 +23,8 @@ from .run import Scores, final_scores, finish_run, start_trackers, train_model
 
 Documents = Mapping[str, Dataset | IterableDataset]
 Config = TypeVar("Config", bound=PretrainedConfig)
+
+_NEXT_FIELD = re.compile(r",(?=\w+=)")  # a comma that does not separate the numbers of a list
 
 
 @dataclass(kw_only=True)
@@ -35,7 +40,7 @@ class LanguageModelingArguments(RunArguments, DataArguments):
     )
     config_name: str | None = field(default=None, metadata={"help": "Folder, file or Hub name of the configuration."})
     config_overrides: str | None = field(
-        default=None, metadata={"help": "Fields of the configuration to change: hidden_size=128,num_hidden_layers=2"}
+        default=None, metadata={"help": "Fields of the configuration to change: hidden_size=128,num_landmarks=none"}
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; the model's own by default."})
     streaming: bool = field(
@@ -107,18 +112,40 @@ def read_config(
 
 
 def override(config: Config, overrides: str | None) -> Config:
-    """The configuration with the fields of --config_overrides.
+    """The configuration with the fields of --config_overrides, `name=value,name=value`.
+
+    Values are read as Transformers reads them; `none` and JSON lists are taken, too, for fields that may have them.
 
     Raises:
         ValueError: if there is no such field, or the fields do not fit together.
     """
     if overrides is None:
         return config
+    may_be_none = {part.name for part in fields(config) if type(None) in get_args(part.type)}
     try:
-        config.update_from_string(overrides)
-    except (AttributeError, ValueError) as error:
+        for item in _NEXT_FIELD.split(overrides):
+            name, equals, text = item.partition("=")
+            if not equals or not hasattr(config, name):
+                raise ValueError(f"{item!r} must be a field of {type(config).__name__} with a value, name=value")
+            if "," in text and not text.startswith("["):
+                raise ValueError(f"write a list as {name}=[{text}], and else name=value,name=value")
+            if text == "none" and name in may_be_none:
+                setattr(config, name, None)
+            elif text.startswith("[") or isinstance(getattr(config, name), list | None):
+                setattr(config, name, _parsed(text))
+            else:
+                config.update_from_string(item)
+    except (AttributeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"--config_overrides {overrides!r}: {error}.") from error
     return type(config).from_dict(config.to_dict())  # checks the fields together
+
+
+def _parsed(text: str) -> Any:
+    """A number, a list or a name."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def load_weights_from(auto_class: Any, args: LanguageModelingArguments, config: BaseConfig) -> PreTrainedModel:
