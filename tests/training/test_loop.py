@@ -22,6 +22,7 @@ from nystrom_models.training import (
     create_optimizer,
     create_scheduler,
     evaluate,
+    loop,
     save_pretrained,
     train,
 )
@@ -67,6 +68,14 @@ def test_pretraining_learns(family, examples, tokenizer):
     scores = evaluate(create_accelerator(), model, PretrainingObjective(), loader)
     assert scores["mlm_accuracy"] > 0.7 and scores["sop_accuracy"] > 0.8
     assert state.tokens_per_second > 0 and state.num_tokens > 200 * 16 * 15
+
+
+def test_freed_memory_is_returned_on_cpus(examples, tokenizer, monkeypatch):
+    returned = []
+    monkeypatch.setattr(loop, "_STEPS_BETWEEN_RETURNS", 2)
+    monkeypatch.setattr(loop, "return_free_memory", lambda: returned.append(True))
+    pretrain(tiny_model(FAMILIES[0], tokenizer), examples, tokenizer, steps=5)
+    assert len(returned) == (0 if torch.accelerator.is_available() else 2)
 
 
 def test_sparse_logits_give_the_same_losses_and_scores(examples, tokenizer):

@@ -28,6 +28,7 @@ from .checkpoints import (
     save_checkpoint,
 )
 from .identity import EVALUATED_BY, compare, run_settings
+from .memory import return_free_memory
 from .objectives import Batch, Objective
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler, set_schedule_step
 from .results import read_json_lines, write_json
@@ -35,6 +36,8 @@ from .saving import SHARDED, save_pretrained
 from .scores import Sums
 from .selection import Best, Goal
 from .signals import Signals
+
+_STEPS_BETWEEN_RETURNS = 50  # of free memory
 
 
 @dataclass
@@ -185,6 +188,8 @@ class TrainingLoop:
                     self.log()
                     self.evaluate()
                     self.save()
+                    if self.accelerator.device.type == "cpu" and self.state.step % _STEPS_BETWEEN_RETURNS == 0:
+                        return_free_memory()
                     if self.state.interrupted or self.state.stopped_early or self.state.step == self.total_steps:
                         break
         return self.state
