@@ -3,10 +3,22 @@
 tokenizer."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+@contextmanager
+def naming_damage(name: str | os.PathLike) -> Iterator[None]:
+    """Raises a ValueError that names the checkpoint, where a file of its weights is damaged."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"The weights of {name} are damaged ({error}): copy or download them again.") from error
 
 
 def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any:
@@ -20,9 +32,18 @@ def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any
         advice: what the user can do about missing weights; the end of the error message.
 
     Raises:
-        ValueError: if other weights are not in the checkpoint, and would be random.
+        ValueError: if other weights are missing, or have another shape than the configuration asks for, and would be
+            random; or if a file is damaged.
     """
-    model, info = model_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with naming_damage(name):
+        model, info = model_class.from_pretrained(name, **options)
+    if mismatched := sorted(info["mismatched_keys"]):
+        weight, shape, wanted = mismatched[0]
+        raise ValueError(
+            f"{name} has {len(mismatched)} weights of other shapes than its config.json asks for, such as {weight} of "
+            f"{tuple(shape)} instead of {tuple(wanted)}: correct the configuration."
+        )
     if missing := sorted(weight for weight in info["missing_keys"] if "pooler" not in weight):
         raise ValueError(
             f"{name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}, which would be "

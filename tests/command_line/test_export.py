@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nystrom-models export` from a checkpoint to a folder that ONNX Runtime reads."""
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -52,6 +54,24 @@ def test_an_earlier_quantized_file_does_not_stay(folder, tmp_path, monkeypatch):
     model, tokenizer = load_for_export(folder / "model", None), AutoTokenizer.from_pretrained(folder / "model")
     assert deployment.export_folder(model, tokenizer, tmp_path) == {"onnx": tmp_path / "model.onnx"}
     assert not (tmp_path / "model_quantized.onnx").exists()
+
+
+def test_damaged_weights_are_named(folder, tmp_path, capsys):
+    checkpoint = shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(
+        json.dumps(config | {"intermediate_size": config["intermediate_size"] + 1})
+    )
+    assert main(["export", str(checkpoint), str(tmp_path / "new")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{checkpoint} has" in error and "of other shapes than its config.json asks for, such as" in error
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    # `inspect` loads in the same way.
+    for command in (["export", checkpoint, tmp_path / "new"], ["convert", checkpoint, tmp_path / "new"]):
+        assert main([str(word) for word in command]) == 1
+        assert f"The weights of {checkpoint} are damaged (" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoint import naming_damage
 from .sources import SourceKind, check_head, source_head, source_kind
 
 # Prefixes of the weights of heads for fine-tuning.
@@ -73,7 +74,8 @@ def read_source(
         arguments: of `from_pretrained`.
 
     Raises:
-        ValueError: if the encoder does not match its configuration, or the head has no counterpart.
+        ValueError: if the encoder does not match its configuration, or the head has no counterpart, or a file is
+            damaged.
     """
     kind = source_kind(config)
     head = source_head(config) if head is None else head
@@ -83,7 +85,7 @@ def read_source(
     reader = getattr(transformers, kind.pretraining_class) if head == "ForPreTraining" else auto_class(head)
     # Weights of the wrong shape are reported as missing, and refused if they belong to the encoder.
     arguments = arguments | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with without_load_report():
+    with without_load_report(), naming_damage(model_name_or_path):
         model, info = reader.from_pretrained(model_name_or_path, config=copy.deepcopy(config), **arguments)
         # The names of base models have no prefix.
         prefix = model.base_model_prefix + "."
