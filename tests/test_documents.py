@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, PreTrainedConfig
 import nystrom_models
 from benchmarks import capabilities
 from benchmarks.cli import build_parser
-from nystrom_models.data import train_tokenizer
+from nystrom_models.data import causal_tokenizer, train_tokenizer
 from tests.packaging.floors import project
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +67,14 @@ def quickstart(tmp_path_factory):
         checkpoint = folder / "outputs" / "quickstart" / family.lower() / "pretrained"
         getattr(nystrom_models, family + "ForPreTraining")(config).save_pretrained(checkpoint)
         tokenizer.save_pretrained(checkpoint)
+    causal = {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128, "is_decoder": True}
+    checkpoint = folder / "outputs" / "quickstart" / "causal" / "trained"
+    tokenizer = causal_tokenizer(tokenizer)
+    config = nystrom_models.LinearTransformerConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, **causal
+    )
+    nystrom_models.LinearTransformerForCausalLM(config).save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
     return folder
 
 

@@ -77,11 +77,52 @@ def test_positions_that_restart_are_documents(option):
     assert torch.equal(padded, model(ids, attention_mask=mask).logits)
 
 
+LENGTHS = "return_flash_attn_kwargs"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{LENGTHS: True, "return_position_ids": False}, {LENGTHS: True}, {LENGTHS: True, "return_seq_idx": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("option", ["linear-causal", "nystromformer-landmarks"])
+def test_documents_by_the_names_of_flash_attention(names, option):
+    """As Transformers' collator and TRL's SFTTrainer(packing=True) give them."""
+    head = "ForCausalLM" if option == "linear-causal" else "ForMaskedLM"
+    model = make_model(option, head)
+    model.resize_position_embeddings(20)  # for each document, but not for the whole row
+    texts = [{"input_ids": list(range(5, 5 + length))} for length in (3, 1, 20, 4)]
+    collate = DataCollatorWithFlattening(position_ids_start=model.config.first_position, **names)
+    batch = collate(texts) | {"num_items_in_batch": torch.tensor(24)}
+    numbered = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 1, 20, 4]))[None]
+    expected = model(batch["input_ids"], labels=batch["labels"], seq_idx=numbered, num_items_in_batch=24)
+    found = model(**batch)
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+
+
+def test_a_document_that_is_too_long_is_refused():
+    model = make_model("nystromformer-landmarks", max_position_embeddings=20)
+    ids, numbers = torch.full((1, 30), 5), torch.arange(30)[None]
+    assert model(ids, seq_idx=numbers // 20).last_hidden_state.shape == (1, 30, 32)
+    with pytest.raises(ValueError, match="A sequence of 21 tokens is longer than max_position_embeddings=20"):
+        model(ids, seq_idx=numbers // 21)
+
+
+@pytest.mark.parametrize("lengths", [[0, 3, 7], [0, 3, 9], [1, 8], [0, 5, 3, 8], [[0, 8]]], ids=str)
+def test_lengths_of_other_rows_are_refused(lengths):
+    model = make_model("nystromformer-landmarks")
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        model(torch.arange(3, 11)[None], cu_seq_lens_q=torch.tensor(lengths))
+
+
+@pytest.mark.parametrize(
+    "documents", [{"seq_idx": torch.zeros(3, 40, dtype=torch.long)}, {"cu_seq_lens_q": torch.tensor([0, 40, 80, 120])}]
+)
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForMultipleChoice", "ForPreTraining"])
-def test_one_result_for_several_documents_is_refused(head):
+def test_one_result_for_several_documents_is_refused(head, documents):
     model, inputs = make_model("nystromformer-landmarks", head), padded_inputs(head, labels=True)
     with pytest.raises(ValueError, match=r"several documents in a row.*a row of its own"):
-        model(**inputs, seq_idx=torch.zeros(3, 40, dtype=torch.long))
+        model(**inputs, **documents)
 
 
 def test_first_tokens():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, sentence-transformers, graphs."""
+"""The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, TRL, sentence-transformers, graphs."""
 
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModel,
@@ -15,6 +16,7 @@ from transformers import (
     pipeline,
 )
 
+from nystrom_models.data import causal_tokenizer
 from tests.models.options import make_model, relative_error
 
 FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
@@ -143,6 +145,36 @@ def test_lora(folder, tmp_path):
     model.save_pretrained(tmp_path / "lora")
     again = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(folder), tmp_path / "lora").eval()
     assert relative_error(again(input_ids=ids).logits, tuned) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "packing", [{"padding_free": True}, {"packing": True}], ids=lambda options: next(iter(options))
+)
+def test_supervised_fine_tuning_with_trl(packing, tokenizer, tmp_path):
+    """Texts of a row do not see each other: the loss is that of padded rows. The row may be longer than a text may."""
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = causal_tokenizer(tokenizer)
+    texts = Dataset.from_dict({"text": [" ".join(WORDS[:length]) for length in range(1, 9)]})
+    fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 20}
+    losses = []  # of one batch of all texts
+    for options in ({}, packing):
+        settings = SFTConfig(
+            str(tmp_path),
+            **({"max_length": None if "padding_free" in options else 20} | options),
+            per_device_train_batch_size=8,
+            max_steps=1,
+            learning_rate=0.0,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+            logging_steps=1,
+        )
+        torch.manual_seed(0)
+        model = make_model("linear-causal", "ForCausalLM", hidden_dropout_prob=0.0, **fields)
+        trainer = SFTTrainer(model, settings, train_dataset=texts, processing_class=tokenizer)
+        losses.append(trainer.train().training_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_prompt_tuning():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from .input_checks import check_lengths
 from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
 from .tracing import depends_on_values
@@ -237,9 +238,20 @@ def first_of_document(documents: Tensor, mask: Tensor | None) -> Tensor:
     return changed if mask is None else changed & mask
 
 
-def restarting_documents(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """The number of each token's document, (B, N) int64, where packed documents show only in positions that start
-    again; None where none does, and in graphs, which cannot know."""
+def packed_documents(shape: tuple[int, int], cu_seq_lens: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
+    """The number of each token's document, (B, N) int64, for packed rows without `seq_idx`; None for other rows.
+
+    Args:
+        cu_seq_lens: (D + 1,) ints, the tokens before each of D documents, and all tokens of the batch, B N, as
+            FlashAttention names them; None if they are not known.
+        position_ids: (B, N), those of packed documents start again; None if they do not tell. Graphs cannot know.
+
+    Raises ValueError for lengths of other rows.
+    """
+    if cu_seq_lens is not None:
+        check_lengths(cu_seq_lens, shape)
+        tokens = torch.arange(shape[0] * shape[1], dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
+        return torch.searchsorted(cu_seq_lens[1:].contiguous(), tokens, right=True).view(shape)
     if position_ids is None or not depends_on_values(position_ids):
         return None
     restarts = position_ids.diff(dim=-1, prepend=position_ids[..., :1] - 1) < 1

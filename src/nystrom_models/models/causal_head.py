@@ -13,7 +13,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .batch import first_of_document, restarting_documents
+from .batch import first_of_document, packed_documents
 from .configuration_base import BaseConfig
 from .input_checks import require_labels, require_one_input
 from .losses import IGNORED
@@ -69,6 +69,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """
@@ -81,16 +82,17 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
                 int64. 0: all tokens.
             shift_labels: (B, N) int64, instead of labels: for each token the label that it predicts. For sequence
                 parallelism, where the next token may be on another device.
-            seq_idx: (B, N) int64, for rows packed with several documents, see the base model; the first token of a
+            seq_idx, cu_seq_lens_q: for rows packed with several documents, see the base model; the first token of a
                 document is then not predicted.
             num_items_in_batch: divisor of the sum of the loss; if None, the number of labels that count in this batch.
             The others: see the base model.
 
         Returns: loss, logits (B, N or K, V), past_key_values and, on request, the base model's other outputs.
         """
-        if seq_idx is None and attention_mask is None and past_key_values is None and not use_cache:
-            shape = require_one_input(input_ids, inputs_embeds).shape
-            seq_idx = restarting_documents(position_ids, (shape[0], shape[1]))
+        if seq_idx is None:
+            may_restart = attention_mask is None and past_key_values is None and not use_cache
+            batch, length = require_one_input(input_ids, inputs_embeds).shape[:2]
+            seq_idx = packed_documents((batch, length), cu_seq_lens_q, position_ids if may_restart else None)
         if use_cache is None:
             keeps = self.config.use_cache and not self.training and seq_idx is None
             use_cache = keeps or past_key_values is not None

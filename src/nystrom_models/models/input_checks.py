@@ -13,7 +13,7 @@ from .configuration_base import BaseConfig
 from .tracing import depends_on_values
 
 # Arguments that Transformers' tools pass to every model, and that the base model does not need.
-_IGNORED_ARGUMENTS = ("num_items_in_batch",)
+_IGNORED_ARGUMENTS = ("num_items_in_batch", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CAUSAL_ARGUMENTS = ("cache_position", "is_causal")
 _DECODER_ARGUMENTS = (*_CAUSAL_ARGUMENTS, "encoder_hidden_states", "encoder_attention_mask")
 
@@ -91,6 +91,7 @@ def check_inputs(
     seen: Tensor | None = None,
 ) -> tuple[int, int]:
     """The batch size and length of inputs: token ids (B, N) or embeddings (B, N, C). Raises ValueError for others.
+    Their length is checked by `check_length`.
 
     num_embeddings: rows of the table of words. seen: (B, 2) int64, the earlier tokens that a cache has counted.
     """
@@ -105,11 +106,6 @@ def check_inputs(
         raise ValueError(
             f"past_key_values holds the states of {seen.shape[0]} rows, but there are {batch} rows: give the cache "
             "of these rows, or none."
-        )
-    if limit is not None and length > limit:
-        raise ValueError(
-            f"A sequence of {length} tokens is longer than max_position_embeddings={limit}: truncate it to {limit}"
-            f" (truncation=True, max_length={limit}), or raise the limit by resize_position_embeddings({length})."
         )
     if token_type_ids is not None:
         types = config.type_vocab_size
@@ -138,6 +134,15 @@ def check_inputs(
     return batch, length
 
 
+def check_length(length: int, limit: int | None) -> None:
+    """Raises ValueError for a sequence, or a packed document, beyond the longest one."""
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"A sequence of {length} tokens is longer than max_position_embeddings={limit}: truncate it to {limit}"
+            f" (truncation=True, max_length={limit}), or raise the limit by resize_position_embeddings({length})."
+        )
+
+
 def check_positions(positions: Tensor, limit: int) -> None:
     """Raises ValueError for tokens (B, ...) that continue a text beyond the longest sequence."""
     require(
@@ -161,11 +166,23 @@ def check_attention_rows(rows: Tensor, batch: int, length: int) -> None:
 
 def reject_documents(arguments: dict[str, Any], what: str) -> None:
     """Raises ValueError for packed rows in a model that predicts `what` for each row."""
-    if arguments.get("seq_idx") is not None:
-        raise ValueError(
-            f"seq_idx packs several documents in a row, but this model predicts one {what} for each row: "
-            "give each document a row of its own."
-        )
+    for name in ("seq_idx", "cu_seq_lens_q"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name} packs several documents in a row, but this model predicts one {what} for each row: "
+                "give each document a row of its own."
+            )
+
+
+def check_lengths(cu_seq_lens: Tensor, shape: tuple[int, int]) -> None:
+    """Raises ValueError unless these are the cumulative lengths (D + 1,) of the documents of a batch."""
+    tokens = shape[0] * shape[1]
+    if cu_seq_lens.dim() != 1:
+        raise ValueError(f"cu_seq_lens_q has shape {tuple(cu_seq_lens.shape)}, but must be (documents + 1,).")
+    require(
+        (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == tokens) & (cu_seq_lens.diff() >= 0).all(),
+        f"cu_seq_lens_q must rise from 0 to the number of tokens, {tokens}: the tokens before each document, and all.",
+    )
 
 
 def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, output_attentions: bool) -> None:
@@ -174,8 +191,8 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
         raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, but must be (batch, length) = {shape}.")
     if has_cache or output_attentions:
         raise ValueError(
-            "seq_idx, or position_ids that restart, make a row of each document, so that caches and attention maps do "
-            "not fit: use use_cache=False and output_attentions=False, or one document in each row."
+            "seq_idx, cu_seq_lens_q, or position_ids that restart, make a row of each document, so that caches and "
+            "attention maps do not fit: use use_cache=False and output_attentions=False, or one document in each row."
         )
     if not depends_on_values(seq_idx):
         raise ValueError(

@@ -15,13 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .batch import AttentionMaps, make_batch, restarting_documents
+from .batch import AttentionMaps, make_batch, packed_documents
 from .configuration_base import BaseConfig
 from .embeddings import Embeddings, is_sinusoidal, repeat_positions
 from .input_checks import (
     check_attention_rows,
     check_documents,
     check_inputs,
+    check_length,
     check_positions,
     key_mask,
     reject_arguments,
@@ -241,12 +242,13 @@ class BaseModel(BasePreTrainedModel):
         use_cache: bool | None = None,
         output_token_places: bool = False,
         seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | BaseModelOutput:
         """
         Args:
-            input_ids: (B, N) int64, N at most `max_position_embeddings`. inputs_embeds: (B, N, C) instead, or
-                (B, N, embedding_size).
+            input_ids: (B, N) int64; a row, or a packed document, has at most `max_position_embeddings` tokens.
+                inputs_embeds: (B, N, C) instead, or (B, N, embedding_size).
             attention_mask: (B, N), 1 at tokens and 0 at padding, anywhere in a row; all tokens if None. With a cache
                 it may be longer than N: the columns of earlier tokens come first, and are ignored.
             token_type_ids: (B, N) int64, the segment of each token; 0 if None.
@@ -258,8 +260,11 @@ class BaseModel(BasePreTrainedModel):
             past_key_values, use_cache: for causal families only: the recurrent states to continue from, which this
                 call's tokens are added to, and whether to return them. A new cache is made if none is given.
             seq_idx: (B, N) int64, for rows packed with several documents: the number of each token's document. No
-                token sees another document, and positions restart in each document. If None, a decoder without a cache
-                and a mask takes it from `position_ids` that restart, but not in a graph.
+                token sees another document, and positions restart in each document. If None, it is found in
+                `cu_seq_lens_q`, and by a decoder without a cache and a mask in `position_ids` that restart, but not in
+                a graph.
+            cu_seq_lens_q: (D + 1,) int32, the same as FlashAttention names it: the tokens before each of D documents,
+                and all tokens of the batch. `cu_seq_lens_k`, `max_length_q` and `max_length_k` add nothing to it.
             output_token_places: for heads, see `BaseModelOutput`.
 
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
@@ -284,14 +289,19 @@ class BaseModel(BasePreTrainedModel):
                 "output_attentions needs all tokens at once, but past_key_values holds only a sum over earlier "
                 "tokens: use use_cache=False."
             )
-        if seq_idx is None and self.config.is_decoder and attention_mask is None and cache is None:
-            seq_idx = restarting_documents(position_ids, shape)
-        if seq_idx is not None:
+        if seq_idx is None:
+            may_restart = self.config.is_decoder and attention_mask is None and cache is None
+            seq_idx = packed_documents(shape, cu_seq_lens_q, position_ids if may_restart else None)
+        limit = self.config.max_position_embeddings
+        if seq_idx is None:
+            check_length(shape[1], limit)
+        else:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
         # A map has rows and columns of all N tokens.
         pack = self.config.unpad_inputs and not output_attentions
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)
-        limit = self.config.max_position_embeddings
+        if seq_idx is not None:
+            check_length(batch.rows[1], limit)  # of the longest document
         if seen is not None and position_ids is None and limit is not None:
             check_positions(batch.positions, limit)
         if output_attentions:
