@@ -7,8 +7,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 import model_cards.__main__ as cards
-from nystrom_models import NystromformerConfig
+from nystrom_models import LinearTransformerConfig, LinformerConfig, NystromformerConfig
 from nystrom_models.training.configuration_card import configuration_card
+from nystrom_models.training.model_card import is_linear
 
 
 @pytest.mark.parametrize("size", [pytest.param("base", marks=pytest.mark.slow), "small", "mini", "tiny"])
@@ -74,6 +75,26 @@ def test_results_are_in_the_metadata():
     runs = first.content["results"]
     assert found["SST-2"] == round(runs["nystrom"]["sst2"]["accuracy"]["mean"], 6)
     assert len(found) == len(first.columns) == len(cards.COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("config", "linear"),
+    [
+        (NystromformerConfig(num_hidden_layers=2, num_landmarks=[64, 32]), True),
+        (NystromformerConfig(num_hidden_layers=2, num_landmarks=[64, None]), False),
+        (NystromformerConfig(num_landmarks=None), False),
+        (LinformerConfig(), True),
+        (LinearTransformerConfig(), True),
+        (LinearTransformerConfig(feature_map=None, use_cache=False), False),
+    ],
+)
+def test_exact_layers_take_quadratic_time(config, linear):
+    assert is_linear(config) == linear
+    text = str(configuration_card(config, name="x", file="x.json"))
+    assert f"time and memory {'linear' if linear else 'quadratic'} in their number" in text
+    assert ("64 landmarks, 6 iterations of the pseudo-inverse; exact in 1 of 2 layers" in text) == (
+        getattr(config, "num_landmarks", 0) == [64, None]
+    )
 
 
 def test_rows_of_results_with_other_columns_are_refused():

@@ -22,6 +22,7 @@ NYSTROM = {
     "one_landmark": {"num_landmarks": 1, "conv_kernel_size": 3},
     "softmax": {"num_landmarks": None, "conv_kernel_size": None},
     "by_layer": {"num_landmarks": [7, 16], "conv_kernel_size": 5},
+    "exact_last_layer": {"num_landmarks": [7, None], "conv_kernel_size": 5},
     "pre_norm": {"num_landmarks": 16, "conv_kernel_size": 5, "layer_norm_position": "pre"},
 }
 LINFORMER = {

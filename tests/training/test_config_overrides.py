@@ -12,6 +12,7 @@ from nystrom_models.training.language_modeling import override
     ("config", "overrides", "expected"),
     [
         (NystromformerConfig, "num_landmarks=[32,16],num_hidden_layers=2", [32, 16]),
+        (NystromformerConfig, "num_landmarks=[32,none],num_hidden_layers=2", [32, None]),
         (NystromformerConfig, "num_landmarks=none", None),
         (NystromformerConfig, "conv_kernel_size=none,num_landmarks=32", None),
         (NystromformerConfig, "classifier_dropout=0.25", 0.25),

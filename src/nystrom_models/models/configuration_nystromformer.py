@@ -16,9 +16,9 @@ class NystromformerConfig(BaseConfig):
     [uw-madison/nystromformer-512](https://huggingface.co/uw-madison/nystromformer-512).
 
     Args:
-        num_landmarks (`int`, `list[int]` or `None`, defaults to 64): landmarks M of the Nyström approximation; a list
-            has a number for each layer. Sequences of at most M tokens get exact attention. `None`: exact softmax
-            attention at every length, in the same model.
+        num_landmarks (`int`, `list[int | None]` or `None`, defaults to 64): landmarks M of the Nyström approximation;
+            a list has a number, or `None`, for each layer. Sequences of at most M tokens get exact attention. `None`:
+            exact softmax attention at every length, in the same model.
         segment_means_seq_len (`int`, defaults to 64): kept and written back for Transformers' own class. It is not
             needed here: landmarks are found for any length.
         conv_kernel_size (`int` or `None`, defaults to 65): odd kernel of the depthwise convolution of V along the
@@ -48,7 +48,7 @@ class NystromformerConfig(BaseConfig):
 
     max_position_embeddings: int = 510
     segment_means_seq_len: int = 64
-    num_landmarks: int | list[int] | None = 64
+    num_landmarks: int | list[int | None] | None = 64
     conv_kernel_size: int | None = 65
     pinv_iterations: int = 6
     inv_coeff_init_option: bool = False

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
-from .model_card import FAMILIES, TEMPLATE, limits_of, span
+from .model_card import FAMILIES, TEMPLATE, is_linear, limits_of, span
 
 PAPERS = {
     "linear_transformer": (
@@ -36,10 +36,13 @@ PAPERS = {
 
 def _attention(config: BaseConfig) -> str:
     if isinstance(config, NystromformerConfig):
-        if config.num_landmarks is None:
+        if set(config.landmarks_by_layer) <= {None}:
             return "softmax, exact: the control of the Nyström models"
-        landmarks = span(config.num_landmarks)
-        return f"Nyström, {landmarks} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse"
+        numbers = [number for number in config.landmarks_by_layer if number is not None]
+        exact = config.num_hidden_layers - len(numbers)
+        return f"Nyström, {span(numbers)} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse" + (
+            f"; exact in {exact} of {config.num_hidden_layers} layers" if exact else ""
+        )
     if isinstance(config, LinearTransformerConfig):
         projected = (
             "" if config.projected_dim is None else f", keys and values projected to {config.projected_dim} slots"
@@ -59,13 +62,11 @@ def _attention(config: BaseConfig) -> str:
 
 
 def _summary(config: BaseConfig) -> str:
-    # If either is None, it is exact softmax attention.
-    linear = getattr(config, "num_landmarks", 1) is not None and getattr(config, "feature_map", "") is not None
     longest = config.max_position_embeddings
     return (
         f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for "
         f"{'any number of' if longest is None else f'up to {longest}'} tokens, whose attention takes time and memory "
-        f"{'linear' if linear else 'quadratic'} in their number."
+        f"{'linear' if is_linear(config) else 'quadratic'} in their number."
     )
 
 

@@ -143,7 +143,7 @@ def override(config: Config, overrides: str | None) -> Config:
 def _parsed(text: str) -> Any:
     """A number, a list or a name."""
     try:
-        return json.loads(text)
+        return json.loads(text.replace("none", "null"))
     except ValueError:
         return text
 

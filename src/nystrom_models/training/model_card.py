@@ -135,6 +135,12 @@ def span(value: int | Sequence[int] | Sequence[Sequence[int]]) -> str:
     return f"{min(numbers)} to {max(numbers)}" if len(set(numbers)) > 1 else str(numbers[0])
 
 
+def is_linear(config: BaseConfig) -> bool:
+    """Whether no layer has exact softmax attention at every length."""
+    exact = None in getattr(config, "landmarks_by_layer", []) or getattr(config, "feature_map", "") is None
+    return not exact
+
+
 def _in_the_built_in_class(config: NystromformerConfig) -> str:
     """What Transformers' own class makes of this configuration."""
     if not isinstance(config.num_landmarks, int):
@@ -313,7 +319,7 @@ def model_card(
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
         max_length=_longest(config),
-        linear=getattr(config, "num_landmarks", 0) is not None,
+        linear=is_linear(config),
         usage=_usage(task, name, example, apart=apart),
         remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart=apart),
         data=data,
