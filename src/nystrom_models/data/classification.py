@@ -55,10 +55,15 @@ def require_labels(dataset: Dataset, column: str, several: bool, where: str) -> 
         return
     require_column(dataset, column, where)
     if several and has_lists(dataset, column):
-        for row, values in _batches(dataset, column):
-            if pc.list_flatten(values).null_count:
-                row += next(i for i, labels in enumerate(values.to_pylist()) if None in labels)
-                raise ValueError(f"The column {column!r} of {where} has a list without a value in row {row}.")
+        require_full_lists(dataset, column, where)
+
+
+def require_full_lists(dataset: Dataset, column: str, where: str) -> None:
+    """Raises a ValueError if a list of a column, which has one in every row, lacks a value."""
+    for row, values in _batches(dataset, column):
+        if pc.list_flatten(values).null_count:
+            row += next(i for i, items in enumerate(values.to_pylist()) if None in items)
+            raise ValueError(f"The column {column!r} of {where} has a list without a value in row {row}.")
 
 
 def _batches(dataset: Dataset, column: str) -> Iterator[tuple[int, pa.ChunkedArray]]:

@@ -9,7 +9,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
-from .classification import require_column
+from .classification import has_lists, require_column, require_full_lists
 from .rows import make_rows, padding_on_the_right
 from .windows import owners, word_windows
 
@@ -42,20 +42,16 @@ def require_words(dataset: Dataset, column: str, where: str) -> None:
 def require_tags(dataset: Dataset, text_column: str, label_column: str, where: str) -> None:
     """Raises a ValueError unless a column holds as many labels as another one holds words, in every row."""
     require_column(dataset, label_column, where)
-    if not hasattr(dataset.features[label_column], "feature"):
+    if not has_lists(dataset, label_column):
         raise ValueError(
             f"The column {label_column!r} of {where} must hold a list of labels in each row, but holds "
             f"{dataset.features[label_column]}."
         )
+    for column in (text_column, label_column):
+        require_full_lists(dataset, column, where)
     row = 0
     for batch in dataset.select_columns([text_column, label_column]).with_format("arrow").iter(10_000):
         words, labels = (batch[name].combine_chunks() for name in (text_column, label_column))
-        for name, column in ((text_column, words), (label_column, labels)):
-            if column.flatten().null_count:
-                number = next(i for i, values in enumerate(column.to_pylist()) if None in values)
-                raise ValueError(
-                    f"The column {name!r} of {where} has a list without a value in row {row + number + 1}."
-                )
         sizes = [column.value_lengths().to_numpy(zero_copy_only=False) for column in (words, labels)]
         if (sizes[0] != sizes[1]).any():
             number = int((sizes[0] != sizes[1]).argmax())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .input_checks import check_lengths
+from .input_checks import check_cumulative_lengths
 from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
 from .tracing import depends_on_values
@@ -249,7 +249,7 @@ def packed_documents(shape: tuple[int, int], cu_seq_lens: Tensor | None, positio
     Raises ValueError for lengths of other rows.
     """
     if cu_seq_lens is not None:
-        check_lengths(cu_seq_lens, shape)
+        check_cumulative_lengths(cu_seq_lens, shape)
         tokens = torch.arange(shape[0] * shape[1], dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
         return torch.searchsorted(cu_seq_lens[1:].contiguous(), tokens, right=True).view(shape)
     if position_ids is None or not depends_on_values(position_ids):

@@ -174,7 +174,7 @@ def reject_documents(arguments: dict[str, Any], what: str) -> None:
             )
 
 
-def check_lengths(cu_seq_lens: Tensor, shape: tuple[int, int]) -> None:
+def check_cumulative_lengths(cu_seq_lens: Tensor, shape: tuple[int, int]) -> None:
     """Raises ValueError unless these are the cumulative lengths (D + 1,) of the documents of a batch."""
     tokens = shape[0] * shape[1]
     if cu_seq_lens.dim() != 1:

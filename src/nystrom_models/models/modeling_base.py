@@ -292,16 +292,14 @@ class BaseModel(BasePreTrainedModel):
         if seq_idx is None:
             may_restart = self.config.is_decoder and attention_mask is None and cache is None
             seq_idx = packed_documents(shape, cu_seq_lens_q, position_ids if may_restart else None)
-        limit = self.config.max_position_embeddings
-        if seq_idx is None:
-            check_length(shape[1], limit)
-        else:
+        if seq_idx is not None:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
         # A map has rows and columns of all N tokens.
         pack = self.config.unpad_inputs and not output_attentions
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)
-        if seq_idx is not None:
-            check_length(batch.rows[1], limit)  # of the longest document
+        limit = self.config.max_position_embeddings
+        # A row of the batch is a document, if rows are packed with them.
+        check_length(shape[1] if seq_idx is None else batch.rows[1], limit)
         if seen is not None and position_ids is None and limit is not None:
             check_positions(batch.positions, limit)
         if output_attentions:

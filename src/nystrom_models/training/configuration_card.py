@@ -36,9 +36,9 @@ PAPERS = {
 
 def _attention(config: BaseConfig) -> str:
     if isinstance(config, NystromformerConfig):
-        if set(config.landmarks_by_layer) <= {None}:
-            return "softmax, exact: the control of the Nyström models"
         numbers = [number for number in config.landmarks_by_layer if number is not None]
+        if not numbers:
+            return "softmax, exact: the control of the Nyström models"
         exact = config.num_hidden_layers - len(numbers)
         return f"Nyström, {span(numbers)} landmarks, {config.pinv_iterations} iterations of the pseudo-inverse" + (
             f"; exact in {exact} of {config.num_hidden_layers} layers" if exact else ""

@@ -129,9 +129,8 @@ def override(config: Config, overrides: str | None) -> Config:
                 raise ValueError(f"{item!r} must be a field of {type(config).__name__} with a value, name=value")
             if "," in text and not text.startswith("["):
                 raise ValueError(f"write a list as {name}=[{text}], and else name=value,name=value")
-            if text == "none" and name in may_be_none:
-                setattr(config, name, None)
-            elif text.startswith("[") or isinstance(getattr(config, name), list | None):
+            is_none = text == "none" and name in may_be_none
+            if is_none or text.startswith("[") or isinstance(getattr(config, name), list | None):
                 setattr(config, name, _parsed(text))
             else:
                 config.update_from_string(item)
@@ -141,7 +140,7 @@ def override(config: Config, overrides: str | None) -> Config:
 
 
 def _parsed(text: str) -> Any:
-    """A number, a list or a name."""
+    """None, a number, a list or a name."""
     try:
         return json.loads(text.replace("none", "null"))
     except ValueError:

@@ -19,6 +19,7 @@ from ..data.classification import (
     TruncationStrategy,
     class_labels,
     classification_dataset,
+    has_lists,
     require_column,
     require_labels,
 )
@@ -132,7 +133,7 @@ def _has_labels(dataset: Dataset, task: TextTask) -> bool:
     """Whether a test set has labels. If benchmarks hide them, they are -1, or there is no such column."""
     if task.label_column not in dataset.column_names:
         return False
-    if hasattr(dataset.features[task.label_column], "feature"):
+    if has_lists(dataset, task.label_column):
         return True  # a list
     return not set(dataset.unique(task.label_column)) <= {-1, None}
 
