@@ -95,7 +95,7 @@ def test_every_field_finds_its_place(tmp_path):
     assert [(metric["type"], metric["value"]) for metric in result["metrics"]] == [("accuracy", 0.8), ("f1", 0.876543)]
     for part in (
         "A Nyströmformer (NystromformerForSequenceClassification) that classifies texts, fine-tuned from [ada/masks]",
-        "quadratic in their number",
+        "its attention takes time quadratic, and memory linear, in their number.",
         "The MRPC pairs.",
         "Measured on nyu-mll/glue (mrpc), split validation.",
         "| f1 | 0.8765 |",

@@ -135,10 +135,10 @@ def span(value: int | Sequence[int] | Sequence[Sequence[int]]) -> str:
     return f"{min(numbers)} to {max(numbers)}" if len(set(numbers)) > 1 else str(numbers[0])
 
 
-def is_linear(config: BaseConfig) -> bool:
-    """Whether no layer has exact softmax attention at every length."""
+def cost_of_attention(config: BaseConfig) -> str:
+    """What attention takes, in the number of tokens; exact attention stores no weights, but with `eager`."""
     exact = None in getattr(config, "landmarks_by_layer", []) or getattr(config, "feature_map", "") is None
-    return not exact
+    return f"time {'quadratic, and memory linear,' if exact else 'and memory linear'} in their number"
 
 
 def _in_the_built_in_class(config: NystromformerConfig) -> str:
@@ -175,7 +175,7 @@ def limits_of(config: BaseConfig) -> list[str]:
         limits.append(f"Keys and values are projected to {number} slots, whatever the length of the input.")
     elif isinstance(config, LinearTransformerConfig):
         limits.append(
-            "Attention takes time and memory quadratic in the tokens, and text is generated without a cache."
+            "Attention takes time quadratic in the tokens, and text is generated without a cache."
             if config.feature_map is None
             else "Each head stores a text of any length in a sum of fixed size: it recalls single distant tokens less "
             "precisely than softmax attention."
@@ -319,7 +319,7 @@ def model_card(
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
         max_length=_longest(config),
-        linear=is_linear(config),
+        cost=cost_of_attention(config),
         usage=_usage(task, name, example, apart=apart),
         remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart=apart),
         data=data,
