@@ -95,7 +95,9 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
     printed = capsys.readouterr().out
     accuracy = json.loads((tmp_path / "all_results.json").read_text())["results"]["test"]["accuracy"]
     assert f"| ours: linear, pretrained on the task | {100 * accuracy:.2f} |  |  |  |  |  |" in printed
-    assert "| linear, pretrained on the task | listops | 1 | 2 | 8 | 0.0001 | 48 | 3 at 0.001 |" in printed
+    assert (
+        "| linear, pretrained on the task | listops | 1 | 2 | 8 | adamw | 0.0001 | 0.1 | 48 | 3 at 0.001 |" in printed
+    )
 
 
 def test_a_run_goes_on(cache, tmp_path):
@@ -246,3 +248,29 @@ def test_the_published_table(capsys, tmp_path):
     assert printed.strip() in page
     with pytest.raises(FileNotFoundError, match="takes folders of finished runs"):
         lra_report.main(["--runs", str(tmp_path)])
+
+
+def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
+    """The recipe that is best on the validation set gives the cell, whatever its accuracy on the test set."""
+    config = {"model_type": "nystromformer", "num_landmarks": 64, "conv_kernel_size": 35, "hidden_dropout_prob": 0.1}
+    shared = {"task": "listops", "pretrain_on_task": False, "tokens_per_step": None, "max_length": 2000}
+    shared |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
+    train = {"steps": 5000, "num_input_tokens_seen": 1_000_000, "seconds": 3600.0}
+    folders = []
+    for optimizer, seed, validation, test in (("adamw", 0, 0.3, 0.5), ("muon", 0, 0.4, 0.38), ("muon", 1, 0.42, 0.4)):
+        folder = tmp_path / f"{optimizer}-{seed}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        arguments = {**shared, "optim": optimizer, "learning_rate": 1e-3, "seed": seed}
+        results = {"train": train, "validation": {"accuracy": validation}, "test": {"accuracy": test}}
+        (folder / "all_results.json").write_text(json.dumps({"arguments": arguments, "results": results}))
+        folders.append(str(folder))
+    lra_report.main(["--runs", *folders])
+    printed = capsys.readouterr().out
+    assert "| ours: Nystr\u00f6m-64 | 39.00 \u00b1 1.41 |  |" in printed
+    muon, adamw = printed.splitlines()[-2:]
+    assert (
+        "| 2 | 5,000 | 32 | muon | 0.001 | 0.1 | 2000 |  | 1.0 M | 1.00 | 41.00 \u00b1 1.41 | 39.00 \u00b1 1.41 |"
+        in muon
+    )
+    assert "| 1 | 5,000 | 32 | adamw |" in adamw and adamw.endswith("| 30.00 | 50.00 |")
