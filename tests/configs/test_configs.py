@@ -89,8 +89,9 @@ def test_recipe_is_taken_by_its_script(path, monkeypatch, tmp_path):
     elif script == "examples/run_lra.py":
         flags = ["--recipe", os.path.relpath(path), "--output_dir", "x", "--attention", "nystrom"]
         arguments, optimization = parse_arguments((ArenaArguments, OptimizationArguments), flags)
-        assert f"lra-{arguments.task}" == path.stem and arguments.load_best_model_at_end
-        assert optimization.learning_rate == 1e-4 and optimization.weight_decay == 0
+        assert arguments.load_best_model_at_end and optimization.weight_decay == 0
+        rates = {f"lra-{arguments.task}": ("adamw", 1e-4), f"lra-{arguments.task}-muon": ("muon", 3e-3)}
+        assert (optimization.optim, optimization.learning_rate) == rates[path.stem]
         assert optimization.num_warmup_steps < optimization.max_train_steps
     elif script == "examples/run_clm.py":
         arguments, optimization = parse_arguments((CausalArguments, OptimizationArguments), flags)

@@ -407,16 +407,23 @@ def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
     assert sum(right) / len(right) == results["test"]["exact_match"]
 
 
-def test_the_best_model_is_left_and_training_ends_early(checkpoint, pairs, write_rows, tmp_path, capsys):
-    rows = write_rows(pairs(64))
-    options = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows, "--max_train_steps", "200"]
+@pytest.mark.parametrize("early", [True, False], ids=["early", "to the end"])
+def test_the_best_model_is_left(early, checkpoint, pairs, write_rows, tmp_path, capsys):
+    held = [row | {"label": 1 - row["label"]} if number % 4 == 0 else row for number, row in enumerate(pairs(64))]
+    rows = write_rows(held)  # a model that is sure of what it learned becomes worse on them
+    options = ["--task_name", "mrpc", "--train_file", write_rows(pairs(64)), "--validation_file", rows]
     options += ["--eval_strategy", "steps", "--eval_steps", "4", "--metric_for_best_model", "loss"]
-    options += ["--learning_rate", "2e-2", "--load_best_model_at_end", "--early_stopping_patience", "3"]
+    options += ["--learning_rate", "2e-2", "--load_best_model_at_end"]
+    options += ["--max_train_steps", "200", "--early_stopping_patience", "3"] if early else ["--max_train_steps", "22"]
     results, _ = run(checkpoint, tmp_path, *options, "--language", "en", "--license", "apache-2.0")
     history = [json.loads(line) for line in (tmp_path / "output" / "history.jsonl").read_text().splitlines()]
-    held_out = {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}
+    evaluations = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
+    held_out, last = dict(evaluations), results["train"]["steps"]
     best = min(held_out, key=held_out.get)
-    assert results["train"]["best_step"] == best < results["train"]["steps"] < 200
+    assert results["train"]["best_step"] == best < last and (last < 200 if early else last == 22)
+    # One evaluation of each step, that of its own model.
+    assert list(held_out) == [step for step, _ in evaluations] == [*range(4, last, 4), last]
+    assert held_out[last] > held_out[best] * 1.001
     assert results["validation"]["loss"] == pytest.approx(held_out[best], rel=1e-4)
     assert f"The model of step {best} is the best one, by loss" in capsys.readouterr().out
     scored, _ = run(

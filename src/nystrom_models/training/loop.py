@@ -114,6 +114,14 @@ def log_figures(
         write_json(Path(output_dir, HISTORY), [row], lines=True, append=True)
 
 
+def log_evaluation(
+    accelerator: Accelerator, state: TrainingState, metrics: Mapping[str, float], output_dir: str | Path | None = None
+) -> None:
+    """Logs held-out figures of the model at the current step, as `eval_{name}`; once, if a step is evaluated again."""
+    if not any(row["step"] == state.step and any(name.startswith("eval_") for name in row) for row in state.history):
+        log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()}, output_dir)
+
+
 class TrainingLoop:
     """The parts of a run, which [`train`] calls in turn; its arguments are those of [`train`]."""
 
@@ -369,9 +377,7 @@ class TrainingLoop:
         self._measure()
         paused = time.perf_counter()
         metrics = evaluation.function(self.model)
-        log_figures(
-            self.accelerator, state, {f"eval_{name}": value for name, value in metrics.items()}, self.output_dir
-        )
+        log_evaluation(self.accelerator, state, metrics, self.output_dir)
         if self.accelerator.is_main_process:
             self.bar.write(f"Step {state.step}: {', '.join(f'{name} {v:.4g}' for name, v in metrics.items())}")
         if evaluation.goal is not None:

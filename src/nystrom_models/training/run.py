@@ -24,7 +24,7 @@ from .curve import plot_history
 from .hub import IGNORED_OF_CHECKPOINTS, create_repository, push
 from .identity import HOUSEKEEPING, PLACES, flags, run_settings
 from .launch import create_accelerator
-from .loop import Evaluation, TrainingState, log_figures, num_training_steps, train
+from .loop import Evaluation, TrainingState, log_evaluation, num_training_steps, train
 from .model_card import write_model_card
 from .objectives import Objective
 from .optimization import OptimizationArguments
@@ -184,8 +184,9 @@ def final_scores(
     save_model: Callable[[nn.Module, Path], None],
 ) -> dict[str, float]:
     """The held-out figures of the final model. With `--load_best_model_at_end`, that may be the model of an earlier
-    step."""
+    step; the history has the figures of each step's own model."""
     metrics = dict(scores(state.model))
+    log_evaluation(accelerator, state, metrics, args.output_dir)
     if args.load_best_model_at_end and state.best.value is not None:
         if goal.is_better(goal.value(metrics), state.best.value):
             state.best.value, state.best.step = goal.value(metrics), state.step
@@ -194,7 +195,6 @@ def final_scores(
             BestModel(accelerator, args.output_dir, save_model).load(state.model)
             save_model(state.model, Path(args.output_dir))
             metrics = dict(scores(state.model))
-    log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()}, args.output_dir)
     return metrics
 
 
