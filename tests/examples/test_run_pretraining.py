@@ -193,7 +193,7 @@ def test_the_held_out_documents_of_a_stream_are_not_trained_on(corpus):
         (["--gradient_checkpointing"], 1e-5),
         pytest.param(
             ["--torch_compile", "--torch_compile_backend", "eager", "--checkpointing_steps", "5"],
-            1e-4,
+            1e-6,
             marks=pytest.mark.slow,
         ),
         (["--mixed_precision", "bf16"], 2e-2),
@@ -204,7 +204,9 @@ def test_the_held_out_documents_of_a_stream_are_not_trained_on(corpus):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
-    quiet = ["--eval_strategy", "no", "--config_overrides", "hidden_dropout_prob=0.0"]
+    # Compiled layers draw other values for dropout.
+    without_dropout = "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
+    quiet = ["--eval_strategy", "no", "--config_overrides", without_dropout]
     _, plain = run(corpus, tmp_path / "plain", *quiet)
     _, history = run(corpus, tmp_path / "option", *quiet, *options)
     if tolerance is None:
@@ -222,7 +224,7 @@ def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
     if "--torch_compile" in options:  # also from a checkpoint, and in a process without a compiler
         resume = ["--resume_from_checkpoint", f"{tmp_path}/option/checkpoint-5"]
         _, resumed = run(corpus, tmp_path / "option", *quiet, *resume)
-        assert losses(resumed) == pytest.approx(losses(plain), rel=tolerance)
+        assert losses(resumed) == pytest.approx(losses(plain), rel=tolerance, abs=0)
 
 
 def test_whole_words(corpus, tmp_path):
