@@ -105,8 +105,8 @@ def page(script: str) -> str:
     docstring, names = scripts()[script]
     lines = [f"# {script}", f"```text\n{docstring}\n```"]
     lines.append(
-        "`--recipe FILE` reads flags from a file; flags on the command line take precedence. A flag that is `True` or "
-        "`False` is switched on by its name, and off by `--no_NAME`."
+        "`--recipe FILE` reads flags from a file; flags on the command line take precedence, of `--config_overrides` "
+        "field by field. A flag that is `True` or `False` is switched on by its name, and off by `--no_NAME`."
     )
     for name in names:
         for group, flags in groups(name).items():

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--help` of the scripts prints."""
+"""What `--help` of the scripts prints, and what they take from recipes and the command line."""
 
 from dataclasses import dataclass, field
 
 import pytest
 
+from nystrom_models import NystromformerConfig
 from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.language_modeling import override
 
 
 def test_help_keeps_the_command_apart_and_shows_defaults_that_exist(capsys):
@@ -24,3 +26,32 @@ def test_help_keeps_the_command_apart_and_shows_defaults_that_exist(capsys):
     assert "\n    python do.py --name NAME\n\ndoes it.\n" in printed
     assert "Steps. (default: 3)" in printed and "Switch --shuffle off.\n" in printed
     assert "A name.\n" in printed and "The model's by default.\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], "hidden_dropout_prob=0,num_landmarks=[8,none]"),
+        (["--config_overrides", "num_landmarks=16"], "hidden_dropout_prob=0,num_landmarks=[8,none],num_landmarks=16"),
+        (
+            ["--config_overrides=conv_kernel_size=33"],
+            "hidden_dropout_prob=0,num_landmarks=[8,none],conv_kernel_size=33",
+        ),
+    ],
+    ids=["recipe", "same field", "another field"],
+)
+def test_fields_of_a_recipe_stay_beside_those_of_the_command_line(given, expected, tmp_path):
+    @dataclass
+    class Flags:
+        """Flags."""
+
+        config_overrides: str | None = field(default=None, metadata={"help": "Fields."})
+        steps: int = field(default=3, metadata={"help": "Steps."})
+
+    (tmp_path / "recipe.args").write_text(
+        "--config_overrides hidden_dropout_prob=0,num_landmarks=[8,none] --steps 4\n", encoding="utf-8"
+    )
+    (flags,) = parse_arguments((Flags,), ["--recipe", f"{tmp_path}/recipe.args", "--steps", "5", *given])
+    assert flags.config_overrides == expected and flags.steps == 5
+    config = override(NystromformerConfig(num_hidden_layers=2), flags.config_overrides)
+    assert config.hidden_dropout_prob == 0 and config.num_landmarks == (16 if "num" in "".join(given) else [8, None])

@@ -213,8 +213,9 @@ def parse_arguments(
 ) -> tuple[Any, ...]:
     """Dataclasses from a command line, in which `--recipe FILE` is replaced by the flags in a file.
 
-    Other flags on the command line take precedence, so that a recipe can be tried at another size. (`HfArgumentParser`
-    also reads files of flags, but without comments, quotes and relative paths.)
+    Other flags on the command line take precedence, so that a recipe can be tried at another size; of
+    `--config_overrides`, field by field. (`HfArgumentParser` also reads files of flags, but without comments, quotes
+    and relative paths.)
 
     Args:
         types: dataclasses, whose fields all have different names.
@@ -228,11 +229,17 @@ def parse_arguments(
     recipes.add_argument("--recipe", action="append", default=[])
     given, rest = recipes.parse_known_args(args)
     flags = [flag for recipe in given.recipe for flag in read_recipe(recipe)]
+    fields = ArgumentParser(add_help=False, allow_abbrev=False)
+    fields.add_argument("--config_overrides", action="append", default=[])
+    given, flags = fields.parse_known_args([*flags, *rest])
+    if given.config_overrides:
+        flags += ["--config_overrides", ",".join(given.config_overrides)]
     parser = HfArgumentParser(
         types,  # type: ignore[arg-type]
         usage="%(prog)s [--recipe FILE] [flags]",
         description=description,
         formatter_class=_HelpFormatter,
-        epilog="--recipe FILE takes flags from a file; flags on the command line take precedence.",
+        epilog="--recipe FILE takes flags from a file; flags on the command line take precedence, of "
+        "--config_overrides field by field.",
     )
-    return parser.parse_args_into_dataclasses([*flags, *rest], look_for_args_file=False)
+    return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
