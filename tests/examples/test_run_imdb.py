@@ -139,6 +139,28 @@ def test_a_new_model_from_a_configuration(checkpoint, write_rows, filler, tmp_pa
             run_imdb.main([*options, *fast])
 
 
+def test_a_model_longer_than_its_tokenizer_says(checkpoint, write_rows, filler, tmp_path):
+    """A tokenizer made for rows of 64 tokens does not keep a model of 96 from reading 90, nor cut texts afterwards."""
+    rows = [{"text": f"{filler(80, i)} {'bad' if i % 2 else 'good'}", "label": i % 2} for i in range(96)]
+    files = ["--train_file", write_rows(rows), "--validation_file", write_rows(rows[:32])]
+    new = ["--config_name", f"{checkpoint}/config.json", "--tokenizer_name", checkpoint]
+    with pytest.raises(ValueError, match="give --config_overrides max_position_embeddings=90"):
+        run_imdb.main([*new, *files, "--max_length", "90", "--output_dir", str(tmp_path / "refused")])
+    fields = ["--config_overrides", "max_position_embeddings=96,classifier_pooling=last", "--max_length", "90"]
+    training = ["--learning_rate", "1e-2", "--num_train_epochs", "8", "--per_device_train_batch_size", "16"]
+    output = tmp_path / "output"
+    results = run_imdb.main([*new, *fields, *files, *training, "--output_dir", str(output)])
+    assert results["validation"]["accuracy"] == 1.0
+    classify = pipeline("text-classification", model=str(output), truncation=True)
+    assert classify.tokenizer.model_max_length == 96
+    labels = [found["label"] for found in classify([row["text"] for row in rows[:8]])]
+    assert labels == [classify.model.config.id2label[row["label"]] for row in rows[:8]]
+    # A pretrained one, beside a tokenizer that knows less: the length is the model's.
+    begin = ["--model_name_or_path", str(output), "--tokenizer_name", checkpoint, "--no_do_train"]
+    again = run_imdb.main([*begin, "--validation_file", files[3], "--output_dir", str(tmp_path / "again")])
+    assert again["validation"]["accuracy"] == 1.0
+
+
 def test_fields_of_a_pretrained_model_are_changed(checkpoint, write_rows, filler, tmp_path):
     """Fields without weights are changed, and saved; fields that would need other weights are refused."""
     file = write_rows([{"text": f"{filler(9, i)} {'bad' if i % 2 else 'good'}", "label": i % 2} for i in range(32)])

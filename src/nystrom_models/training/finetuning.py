@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from ..checkpoint import load_tokenizer
 from ..data.loading import Collator, RowLoader, eval_dataloader
+from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
 from .language_modeling import override, read_config, row_length, row_loader
@@ -130,11 +131,14 @@ def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, 
     return read_config(args, tokenizer, ids, wanted), tokenizer
 
 
-def _longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The largest number of tokens that a model and its tokenizer take; None for any number."""
-    # A tokenizer without a limit has a huge one.
-    longest = min(getattr(config, "max_position_embeddings", None) or 10**9, tokenizer.model_max_length)
-    return None if longest >= 10**9 else longest
+def _longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
+    """The largest number of tokens that a model takes, and that of its tokenizer; None for any number."""
+    longest = getattr(config, "max_position_embeddings", None)
+    known = None if tokenizer.model_max_length >= 10**9 else tokenizer.model_max_length
+    # The tokenizer may be that of another model. Other families than ours count positions that no token has.
+    if not isinstance(config, BaseConfig):
+        longest = min((limit for limit in (longest, known) if limit is not None), default=None)
+    return longest, known
 
 
 def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -163,8 +167,11 @@ class FinetuningRun(ABC):
         self.config: Any
         self.config, self.tokenizer = _config_and_tokenizer(args)
         self.set_classes(splits)
-        given, longest = getattr(args, self.length_flag), _longest(self.config, self.tokenizer)
-        length = row_length(f"--{self.length_flag}", given, longest, is_new=False)
+        longest, known = _longest(self.config, self.tokenizer)
+        given, is_new = getattr(args, self.length_flag), args.model_name_or_path is None
+        length = row_length(f"--{self.length_flag}", given, longest, known, is_new)
+        if isinstance(self.config, BaseConfig):
+            self.tokenizer.model_max_length = longest or max(length, self.tokenizer.model_max_length)
         lengths: dict[str, Any] = {self.length_flag: length}
         self.args = replace(args, **lengths)
         self.examples = {split: self._sample(split, dataset) for split, dataset in splits.items()}
