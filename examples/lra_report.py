@@ -73,6 +73,7 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
             if arguments["pretrain_on_task"]:
                 row += ", pretrained on the task"
                 pretrained = f"{arguments['pretrain_steps']:,} at {arguments['pretrain_learning_rate']:g}"
+                pretrained += f", {arguments['pretrain_mlm_probability']:.0%} masked"
             batch = arguments["tokens_per_step"] or (
                 arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
             )

@@ -96,7 +96,8 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
     accuracy = json.loads((tmp_path / "all_results.json").read_text())["results"]["test"]["accuracy"]
     assert f"| ours: linear, pretrained on the task | {100 * accuracy:.2f} |  |  |  |  |  |" in printed
     assert (
-        "| linear, pretrained on the task | listops | 1 | 2 | 8 | adamw | 0.0001 | 0.1 | 48 | 3 at 0.001 |" in printed
+        "| linear, pretrained on the task | listops | 1 | 2 | 8 | adamw | 0.0001 | 0.1 | 48 | 3 at 0.001, 15% masked |"
+        in printed
     )
 
 
