@@ -7,6 +7,7 @@
 The first command reads the all_results.json of examples/run_lra.py in each folder, of one run or of a grid over seeds,
 and prints two tables in Markdown: accuracies, with empty cells for tasks that were not run, and the recipes of our
 runs with their cost. Of several recipes for one cell, the first table has the one that is best on the validation set.
+A run that started from the model of another run of the same task, as on shorter expressions, counts with it.
 The second command draws pictures of Pathfinder; it needs matplotlib.
 """
 
@@ -59,6 +60,23 @@ def attention_of(config: Mapping[str, Any]) -> str:
     return name
 
 
+def stages_of(content: Mapping[str, Any], place: Path) -> tuple[list[Mapping[str, Any]], str]:
+    """A run and those that trained its model on the same task before, the first one first; and what the first one
+    started from, unless that was a new model."""
+    stages, places = [content], [place.resolve()]
+    while (start := stages[0]["arguments"]["model_name_or_path"]) is not None:
+        if stages[0]["arguments"]["pretrain_on_task"]:
+            return stages, "pretrained on the task"
+        before = read_results(Path(start)) or {"arguments": {}, "results": {}}
+        same_task = before["arguments"].get("task") == content["arguments"]["task"]
+        # A run that wrote over its own start left no figures of it.
+        if not same_task or "train" not in before["results"] or Path(start).resolve() in places:
+            return stages, f"from {start}"
+        stages.insert(0, before)
+        places.append(Path(start).resolve())
+    return stages, ""
+
+
 def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Figures of each run, by row and task."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -68,12 +86,16 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
             if "test" not in results or "train" not in results:
                 raise ValueError(f"{place} has no scores of a trained model on a test set.")
             config = read_json(place / "config.json")
-            row = attention_of(config)
-            pretrained = ""
-            if arguments["pretrain_on_task"]:
-                row += ", pretrained on the task"
-                pretrained = f"{arguments['pretrain_steps']:,} at {arguments['pretrain_learning_rate']:g}"
-                pretrained += f", {arguments['pretrain_mlm_probability']:.0%} masked"
+            stages, start = stages_of(content, place)
+            notes = ["in stages"] * (len(stages) > 1) + [start] * bool(start)
+            row = ", ".join([attention_of(config), *notes])
+            before = [
+                f"{stage['results']['train']['steps']:,} of length {stage['arguments']['max_length']}"
+                for stage in stages[:-1]
+            ]
+            if (first := stages[0]["arguments"])["pretrain_on_task"]:
+                pretrained = f"{first['pretrain_steps']:,} at {first['pretrain_learning_rate']:g}"
+                before.insert(0, f"{pretrained}, {first['pretrain_mlm_probability']:.0%} masked")
             batch = arguments["tokens_per_step"] or (
                 arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
             )
@@ -87,10 +109,10 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
                     f"{arguments['learning_rate']:g}",
                     f"{config['hidden_dropout_prob']:g}",
                     arguments["max_length"],
-                    pretrained,
+                    "; ".join(before),
                 ),
-                "tokens": results["train"]["num_input_tokens_seen"],
-                "hours": results["train"]["seconds"] / 3600,
+                "tokens": sum(stage["results"]["train"]["num_input_tokens_seen"] for stage in stages),
+                "hours": sum(stage["results"]["train"]["seconds"] for stage in stages) / 3600,
             }
             found.setdefault((row, arguments["task"]), []).append(figures)
     return found
@@ -144,7 +166,7 @@ def recipe_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -
         "learning rate",
         "dropout",
         "length",
-        "pretraining",
+        "steps before",
         "tokens",
         "hours",
         "validation",
@@ -196,7 +218,7 @@ def main(args: Sequence[str] | None = None) -> None:
     found = collect(chosen.runs)
     print(accuracy_table(found))
     if found:
-        print("\nTokens and hours are means over runs, and count only the training on labels.\n")
+        print("\nTokens and hours are means over runs. They count all training on labels, and not pretraining.\n")
         print(recipe_table(found))
 
 

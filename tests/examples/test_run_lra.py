@@ -251,10 +251,41 @@ def test_the_published_table(capsys, tmp_path):
         lra_report.main(["--runs", str(tmp_path)])
 
 
+def test_shorter_expressions_first(cache, tmp_path, capsys):
+    """A model goes on with longer expressions, and the report counts all its training."""
+    first, last = tmp_path / "48", tmp_path / "96"
+    overrides = "num_landmarks=4,max_position_embeddings=96,hidden_dropout_prob=0"
+    begun = run(first, cache, *LISTOPS, "--attention", "nystrom", "--config_overrides", overrides)
+    options = ["--model_name_or_path", str(first), "--max_length", "96", "--config_overrides", "num_landmarks=8"]
+    ended = run(last, cache, *LISTOPS, *options, steps=3)
+    config = AutoModelForSequenceClassification.from_pretrained(last).config
+    assert (config.num_landmarks, config.max_position_embeddings, config.hidden_dropout_prob) == (8, 96, 0)
+    assert "model" in json.loads((last / "all_results.json").read_text())["identity"]
+    capsys.readouterr()
+    lra_report.main(["--runs", str(last)])
+    printed = capsys.readouterr().out
+    assert f"| ours: Nystr\u00f6m-8, in stages | {100 * ended['test']['accuracy']:.2f} |" in printed
+    assert "| 3 | 8 | adamw | 0.0001 | 0 | 96 | 2 of length 48 |" in printed
+    [[figures]] = lra_report.collect([str(last)]).values()
+    tokens = [part["train"]["num_input_tokens_seen"] for part in (begun, ended)]
+    assert figures["tokens"] == sum(tokens) > max(tokens)
+    # What a model was before is said where it is not known as a run of this task.
+    moved = first.rename(tmp_path / "moved")
+    lra_report.main(["--runs", str(last), str(moved)])
+    printed = capsys.readouterr().out
+    assert f"| ours: Nystr\u00f6m-8, from {first} |" in printed and "| ours: Nystr\u00f6m-4 |" in printed
+    # Written over by itself: the report ends.
+    written = json.loads((last / "all_results.json").read_text())
+    written["arguments"]["model_name_or_path"] = str(last)
+    (last / "all_results.json").write_text(json.dumps(written))
+    assert list(lra_report.collect([str(last)])) == [(f"Nystr\u00f6m-8, from {last}", "listops")]
+
+
 def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
     """The recipe that is best on the validation set gives the cell, whatever its accuracy on the test set."""
     config = {"model_type": "nystromformer", "num_landmarks": 64, "conv_kernel_size": 35, "hidden_dropout_prob": 0.1}
     shared = {"task": "listops", "pretrain_on_task": False, "tokens_per_step": None, "max_length": 2000}
+    shared |= {"model_name_or_path": None}
     shared |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
     train = {"steps": 5000, "num_input_tokens_seen": 1_000_000, "seconds": 3600.0}
     folders = []
