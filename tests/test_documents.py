@@ -64,9 +64,10 @@ def quickstart(tmp_path_factory):
             max_position_embeddings=128,
             **({"num_landmarks": 16} if family == "Nystromformer" else {"projected_dim": 16}),
         )
-        checkpoint = folder / "outputs" / "quickstart" / family.lower() / "pretrained"
-        getattr(nystrom_models, family + "ForPreTraining")(config).save_pretrained(checkpoint)
-        tokenizer.save_pretrained(checkpoint)
+        for name, head in (("pretrained", "ForPreTraining"), ("classifier", "ForSequenceClassification")):
+            checkpoint = folder / "outputs" / "quickstart" / family.lower() / name
+            getattr(nystrom_models, family + head)(config).save_pretrained(checkpoint)
+            tokenizer.save_pretrained(checkpoint)
     causal = {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128, "is_decoder": True}
     checkpoint = folder / "outputs" / "quickstart" / "causal" / "trained"
     tokenizer = causal_tokenizer(tokenizer)

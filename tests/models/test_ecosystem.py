@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, TRL, sentence-transformers, graphs."""
+"""The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, TRL, Captum, sentence-transformers,
+graphs."""
 
 import pytest
 import torch
@@ -89,6 +90,36 @@ def test_text_classification_pipelines(folder):
 def test_token_classification_pipeline(folder):
     entities = pipeline("token-classification", model=str(folder), ignore_labels=[])(sentence(30))
     assert [entity["word"] for entity in entities] == sentence(30).split()
+
+
+@pytest.mark.parametrize("layer", ["words", "embeddings", "last"])
+@pytest.mark.parametrize("option", FAMILIES)
+def test_attributions_with_captum(option, layer):
+    """Integrated gradients of a padded batch sum to the difference of the outputs, and padding has none."""
+    from captum.attr import LayerIntegratedGradients
+
+    # By default, only the word embeddings have the shape of the batch.
+    fields = {} if layer == "words" else {"unpad_inputs": False}
+    model = make_model(option, "ForSequenceClassification", **fields)
+    layers = {
+        "words": model.get_input_embeddings(),
+        "embeddings": model.base_model.embeddings,
+        "last": model.base_model.encoder.layer[-1],
+    }
+
+    def probability(ids, mask):
+        return model(input_ids=ids, attention_mask=mask).logits.softmax(dim=-1)[:, 0]
+
+    ids, mask = torch.randint(5, 99, (2, 30)), torch.ones(2, 30, dtype=torch.long)
+    mask[1, 12:] = 0
+    baseline = torch.full_like(ids, 4)
+    scores = LayerIntegratedGradients(probability, layers[layer]).attribute(
+        ids, baseline, additional_forward_args=(mask,), n_steps=100
+    )
+    assert scores.shape == (2, 30, model.config.hidden_size) and not scores[1, 12:].any() and scores[1, :12].any()
+    with torch.no_grad():
+        expected = probability(ids, mask) - probability(baseline, mask)
+    assert torch.allclose(scores.sum(dim=(1, 2)), expected, rtol=0, atol=2.4e-7)
 
 
 @each_family("Model")
