@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import pipeline as hf_pipeline
 
-from nystrom_models import LinearTransformerForCausalLM
+from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
+from nystrom_models.command_line.main import main as nystrom_models_main
 from nystrom_models.training.splits import load_documents
 
 CONFIG = {
@@ -258,6 +259,20 @@ def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
     (tmp_path / "short.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 32}))
     with pytest.raises(ValueError, match="--block_size 48 is more than the 32 tokens"):
         run(corpus, tmp_path / "short", "--config_name", f"{tmp_path}/short.json")
+    config = LinearTransformerConfig(**CONFIG | {"position_embedding_type": "learned", "max_position_embeddings": 32})
+    LinearTransformerForCausalLM(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(f"{corpus}/byte_level_bpe").save_pretrained(tmp_path / "model")
+    shared = ["--model_name_or_path", f"{tmp_path}/model"]
+    shared += ["--train_file", f"{corpus}/train.txt", *OPTIONS.split(), "--output_dir", f"{tmp_path}/longer"]
+    with pytest.raises(ValueError, match=r"max_position_embeddings=48: weights of .* have other shapes"):
+        run_clm.main([*shared, "--config_overrides", "max_position_embeddings=48"])
+    with pytest.raises(ValueError, match="lower it, or make the model longer first: ") as error:
+        run_clm.main(shared)
+    # The message's command is a remedy.
+    command = str(error.value).partition("python -m nystrom_models ")[2].replace("OUT", f"{tmp_path}/converted")
+    assert nystrom_models_main(command.removesuffix(".").split()) == 0
+    results = run_clm.main([*shared, "--model_name_or_path", f"{tmp_path}/converted", "--max_train_steps", "1"])
+    assert results["train"]["steps"] == 1
     with pytest.raises(ValueError, match="--tokens_per_step needs rows that can be counted"):
         options = ["--streaming", "--max_eval_samples", "10", "--tokens_per_step", "400"]
         run(corpus, tmp_path / "stream", *options)

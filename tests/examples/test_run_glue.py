@@ -194,7 +194,13 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--task_name qqp --train_file {train} --validation_file {train}", "no column 'question1'; its columns are"),
         (
             "--task_name mrpc --train_file {train} --validation_file {train} --max_length 65",
-            "--max_length 65 is more than the 64 tokens",
+            "--max_length 65 is more than the 64 tokens that the model takes: lower it, or make the model longer "
+            "first: python -m nystrom_models convert .* OUT --family .* --max_length 65",
+        ),
+        (
+            "--task_name mrpc --train_file {train} --validation_file {train} --max_length 65 "
+            "--config_overrides max_position_embeddings=65",
+            "--config_overrides max_position_embeddings=65: weights of .* have other shapes",
         ),
         (
             "--task_name mrpc --train_file {train} --validation_file {train} --max_train_samples 9",

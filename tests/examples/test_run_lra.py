@@ -230,6 +230,7 @@ def test_pictures_are_read_pixel_by_pixel(cache, tmp_path, monkeypatch):
         (["--task", "listops", "--attention", "linear", "--data_dir", "x"], "files of image or retrieval"),
         (["--task", "listops", "--attention", "linear", "--grid", "task=text"], "--task applies to the whole run"),
         (["--task", "listops", "--model_name_or_path", "x", "--pretrain_on_task"], "starts from a new model"),
+        (["--task", "listops", "--model_name_or_path", "x", "--attention", "linear"], "--attention is that of a new"),
         (["--task", "listops", "--config_name", "x"], "leave out --config_name"),
     ],
 )

@@ -24,6 +24,7 @@ from .language_modeling import (
     LanguageModelingArguments,
     data_card,
     load_weights_from,
+    longer_model,
     read_config,
     row_length,
     row_loader,
@@ -169,7 +170,8 @@ def train_causal(
     )
     config = _config(args, tokenizer)
     longest = config.max_position_embeddings
-    args = replace(args, block_size=row_length("--block_size", args.block_size, longest, DEFAULT_BLOCK_SIZE))
+    remedy = longer_model(args.model_name_or_path, config, args.block_size)
+    args = replace(args, block_size=row_length("--block_size", args.block_size, longest, DEFAULT_BLOCK_SIZE, remedy))
     tokenizer.model_max_length = config.max_position_embeddings or NO_LIMIT
     with accelerator.main_process_first():
         rows = _rows(args, documents["validation"], tokenizer, "validation")

@@ -17,7 +17,7 @@ from ..data.loading import Collator, RowLoader, eval_dataloader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
-from .language_modeling import override, read_config, row_length, row_loader
+from .language_modeling import longer_model, override, read_config, row_length, row_loader, shapes_of_overrides
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
@@ -168,8 +168,9 @@ class FinetuningRun(ABC):
         self.config, self.tokenizer = _config_and_tokenizer(args)
         self.set_classes(splits)
         longest, known = _longest(self.config, self.tokenizer)
-        given, is_new = getattr(args, self.length_flag), args.model_name_or_path is None
-        length = row_length(f"--{self.length_flag}", given, longest, known, is_new)
+        given = getattr(args, self.length_flag)
+        remedy = longer_model(args.model_name_or_path, self.config, given)
+        length = row_length(f"--{self.length_flag}", given, longest, known, remedy)
         if isinstance(self.config, BaseConfig):
             self.tokenizer.model_max_length = longest or max(length, self.tokenizer.model_max_length)
         lengths: dict[str, Any] = {self.length_flag: length}
@@ -188,13 +189,14 @@ class FinetuningRun(ABC):
         args = self.args
         if args.model_name_or_path is None:
             return self.auto_class.from_config(self.config)
-        model, loaded = self.auto_class.from_pretrained(
-            args.model_name_or_path,
-            config=self.config,
-            ignore_mismatched_sizes=args.ignore_mismatched_sizes,
-            output_loading_info=True,
-            trust_remote_code=args.trust_remote_code,
-        )
+        with shapes_of_overrides(args, self.config):
+            model, loaded = self.auto_class.from_pretrained(
+                args.model_name_or_path,
+                config=self.config,
+                ignore_mismatched_sizes=args.ignore_mismatched_sizes,
+                output_loading_info=True,
+                trust_remote_code=args.trust_remote_code,
+            )
         if not args.do_train and loaded["missing_keys"]:
             raise ValueError(
                 f"--no_do_train needs a model that was fine-tuned: {args.model_name_or_path} has no "

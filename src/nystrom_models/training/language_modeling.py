@@ -3,7 +3,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
@@ -14,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..conversion.sources import SOURCE_TYPES
 from ..data.loading import Collator, RowLoader, TrainingLoader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
@@ -153,9 +155,25 @@ def load_weights_from(auto_class: Any, args: LanguageModelingArguments, config: 
     Raises:
         ValueError: if it is to be evaluated as it is, and lacks weights.
     """
-    model, loaded = auto_class.from_pretrained(args.model_name_or_path, config=config, output_loading_info=True)
+    with shapes_of_overrides(args, config):
+        model, loaded = auto_class.from_pretrained(args.model_name_or_path, config=config, output_loading_info=True)
     require_pretrained(args, loaded["missing_keys"])
     return model
+
+
+@contextmanager
+def shapes_of_overrides(args: Any, config: PretrainedConfig) -> Iterator[None]:
+    """Says which flag it was if pretrained weights have other shapes because of --config_overrides."""
+    try:
+        yield
+    except RuntimeError as error:
+        if args.config_overrides is None or "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"--config_overrides {args.config_overrides}: weights of {args.model_name_or_path} have other shapes, see "
+            "above. Such fields are for a new model, with --config_name. More positions: "
+            f"{_conversion(args.model_name_or_path, config, 'N')}"
+        ) from error
 
 
 def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str]) -> None:
@@ -167,11 +185,12 @@ def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str]) 
 
 
 def row_length(
-    flag: str, value: int | None, longest: int | None, default: int | None = None, is_new: bool = True
+    flag: str, value: int | None, longest: int | None, default: int | None = None, remedy: str | None = None
 ) -> int:
     """The number of tokens of the longest row: `value`; if None, `longest`, or `default` if that is None, too.
 
-    longest: what the model takes; None for any number. is_new: whether the model can be configured to take more.
+    longest: what the model takes; None for any number. remedy: how to get a model that takes more, for a message, if
+    not by --config_overrides.
 
     Raises:
         ValueError: if `value` is more than `longest`, or no length is known.
@@ -181,9 +200,25 @@ def row_length(
     if value is None:
         raise ValueError(f"The model takes any number of tokens: give the length of rows with {flag}.")
     if longest is not None and value > longest:
-        remedy = f", or give --config_overrides max_position_embeddings={value}" if is_new else ""
+        if remedy is None:
+            remedy = f", or give --config_overrides max_position_embeddings={value}"
         raise ValueError(f"{flag} {value} is more than the {longest} tokens that the model takes: lower it{remedy}.")
     return value
+
+
+def longer_model(model_name_or_path: str | None, config: PretrainedConfig, length: int | None) -> str | None:
+    """The remedy of [`row_length`] for a pretrained model; None for a new one."""
+    if model_name_or_path is None:
+        return None
+    if config.model_type not in SOURCE_TYPES:
+        return ""
+    return f", or make the model longer first: {_conversion(model_name_or_path, config, str(length))}"
+
+
+def _conversion(model_name_or_path: str, config: PretrainedConfig, length: str) -> str:
+    """The command that gives a model more positions."""
+    family = f" --family {config.model_type}" if isinstance(config, BaseConfig) else ""
+    return f"python -m nystrom_models convert {model_name_or_path} OUT{family} --max_length {length}"
 
 
 def loader_arguments(args: RunArguments, optimization: OptimizationArguments) -> dict[str, Any]:

@@ -89,6 +89,10 @@ class ArenaArguments(TextClassificationArguments):
             if self.attention is None:
                 raise ValueError(f"A new model needs --attention: one of {', '.join(ATTENTIONS)}.")
             self.config_name = self.tokenizer_name = str(Path(self.output_dir, CONFIGURATION))
+        elif self.attention is not None and self.config_name is None and not self.pretrain_on_task:
+            raise ValueError(
+                "--attention is that of a new model: leave it out with --model_name_or_path, or train a new model."
+            )
         super().__post_init__()
         if self.max_length is None:
             self.max_length = task.max_length
