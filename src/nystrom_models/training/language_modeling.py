@@ -3,6 +3,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -218,7 +219,7 @@ def longer_model(model_name_or_path: str | None, config: PretrainedConfig, lengt
 def _conversion(model_name_or_path: str, config: PretrainedConfig, length: str) -> str:
     """The command that gives a model more positions."""
     family = f" --family {config.model_type}" if isinstance(config, BaseConfig) else ""
-    return f"python -m nystrom_models convert {model_name_or_path} OUT{family} --max_length {length}"
+    return f"python -m nystrom_models convert {shlex.quote(model_name_or_path)} OUT{family} --max_length {length}"
 
 
 def loader_arguments(args: RunArguments, optimization: OptimizationArguments) -> dict[str, Any]:
