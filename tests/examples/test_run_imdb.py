@@ -175,11 +175,11 @@ def test_fields_of_a_pretrained_model_are_changed(checkpoint, write_rows, filler
     states = model.base_model(ids).last_hidden_state.mean(1)
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, model.classifier(states), atol=1e-6)
-    for fields, error, message in (
-        ("num_hidden_layers=9", ValueError, r"--config_overrides num_hidden_layers=9: .* has no weights for nystrom"),
-        ("clasifier_pooling=mean", ValueError, "--config_overrides 'clasifier_pooling=mean'"),
-        ("classifier_pooling=max", ValueError, "classifier_pooling"),
-        ("hidden_size=64", RuntimeError, "ignore_mismatched_sizes"),
+    for fields, message in (
+        ("num_hidden_layers=9", r"--config_overrides num_hidden_layers=9: .* has no weights for nystrom"),
+        ("clasifier_pooling=mean", "--config_overrides 'clasifier_pooling=mean'"),
+        ("classifier_pooling=max", "classifier_pooling"),
+        ("hidden_size=64", r"--config_overrides hidden_size=64: weights of .* have other shapes"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             run_imdb.main([*command, "--output_dir", str(tmp_path / "other"), "--config_overrides", fields])
