@@ -64,11 +64,11 @@ def stages_of(content: Mapping[str, Any], place: Path) -> tuple[list[Mapping[str
     """A run and those that trained its model on the same task before, the first one first; and what the first one
     started from, unless that was a new model."""
     stages, places = [content], [place.resolve()]
-    while (start := stages[0]["arguments"]["model_name_or_path"]) is not None:
-        if stages[0]["arguments"]["pretrain_on_task"]:
+    while (start := (first := stages[0]["arguments"])["model_name_or_path"]) is not None:
+        if first["pretrain_on_task"]:
             return stages, "pretrained on the task"
         before = read_results(Path(start)) or {"arguments": {}, "results": {}}
-        same_task = before["arguments"].get("task") == content["arguments"]["task"]
+        same_task = before["arguments"].get("task") == first["task"]
         # A run that wrote over its own start left no figures of it.
         if not same_task or "train" not in before["results"] or Path(start).resolve() in places:
             return stages, f"from {start}"
@@ -87,8 +87,11 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
                 raise ValueError(f"{place} has no scores of a trained model on a test set.")
             config = read_json(place / "config.json")
             stages, start = stages_of(content, place)
-            notes = ["in stages"] * (len(stages) > 1) + [start] * bool(start)
-            row = ", ".join([attention_of(config), *notes])
+            row = attention_of(config)
+            if len(stages) > 1:
+                row += ", in stages"
+            if start:
+                row += f", {start}"
             before = [
                 f"{stage['results']['train']['steps']:,} of length {stage['arguments']['max_length']}"
                 for stage in stages[:-1]

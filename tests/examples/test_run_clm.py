@@ -247,18 +247,7 @@ def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
     assert losses(rows) == pytest.approx(losses(plain), rel=tolerance, abs=0)
 
 
-def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
-    with pytest.raises(ValueError, match="--torch_compile cannot be used"):
-        run(corpus, tmp_path, "--torch_compile")
-    encoder = {name: value for name, value in CONFIG.items() if name != "is_decoder"}
-    others = {"encoder": encoder, "nystromformer": {"model_type": "nystromformer"}, "bert": {"model_type": "bert"}}
-    for name, config in others.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="--config_name must name a linear transformer with is_decoder=True"):
-            run(corpus, tmp_path / name, "--config_name", f"{tmp_path}/{name}.json")
-    (tmp_path / "short.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 32}))
-    with pytest.raises(ValueError, match="--block_size 48 is more than the 32 tokens"):
-        run(corpus, tmp_path / "short", "--config_name", f"{tmp_path}/short.json")
+def test_a_pretrained_model_is_made_longer_as_the_message_says(corpus, tmp_path):
     config = LinearTransformerConfig(**CONFIG | {"position_embedding_type": "learned", "max_position_embeddings": 32})
     LinearTransformerForCausalLM(config).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(f"{corpus}/byte_level_bpe").save_pretrained(tmp_path / "model")
@@ -273,6 +262,20 @@ def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
     assert nystrom_models_main(command.removesuffix(".").split()) == 0
     results = run_clm.main([*shared, "--model_name_or_path", f"{tmp_path}/converted", "--max_train_steps", "1"])
     assert results["train"]["steps"] == 1
+
+
+def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
+    with pytest.raises(ValueError, match="--torch_compile cannot be used"):
+        run(corpus, tmp_path, "--torch_compile")
+    encoder = {name: value for name, value in CONFIG.items() if name != "is_decoder"}
+    others = {"encoder": encoder, "nystromformer": {"model_type": "nystromformer"}, "bert": {"model_type": "bert"}}
+    for name, config in others.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="--config_name must name a linear transformer with is_decoder=True"):
+            run(corpus, tmp_path / name, "--config_name", f"{tmp_path}/{name}.json")
+    (tmp_path / "short.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 32}))
+    with pytest.raises(ValueError, match="--block_size 48 is more than the 32 tokens"):
+        run(corpus, tmp_path / "short", "--config_name", f"{tmp_path}/short.json")
     with pytest.raises(ValueError, match="--tokens_per_step needs rows that can be counted"):
         options = ["--streaming", "--max_eval_samples", "10", "--tokens_per_step", "400"]
         run(corpus, tmp_path / "stream", *options)

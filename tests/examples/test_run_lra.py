@@ -286,8 +286,7 @@ def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
     """The recipe that is best on the validation set gives the cell, whatever its accuracy on the test set."""
     config = {"model_type": "nystromformer", "num_landmarks": 64, "conv_kernel_size": 35, "hidden_dropout_prob": 0.1}
     shared = {"task": "listops", "pretrain_on_task": False, "tokens_per_step": None, "max_length": 2000}
-    shared |= {"model_name_or_path": None}
-    shared |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
+    shared |= {"model_name_or_path": None, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
     train = {"steps": 5000, "num_input_tokens_seen": 1_000_000, "seconds": 3600.0}
     folders = []
     for optimizer, seed, validation, test in (("adamw", 0, 0.3, 0.5), ("muon", 0, 0.4, 0.38), ("muon", 1, 0.42, 0.4)):

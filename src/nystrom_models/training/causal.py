@@ -24,7 +24,6 @@ from .language_modeling import (
     LanguageModelingArguments,
     data_card,
     load_weights_from,
-    longer_model,
     read_config,
     row_length,
     row_loader,
@@ -170,8 +169,10 @@ def train_causal(
     )
     config = _config(args, tokenizer)
     longest = config.max_position_embeddings
-    remedy = longer_model(args.model_name_or_path, config, args.block_size)
-    args = replace(args, block_size=row_length("--block_size", args.block_size, longest, DEFAULT_BLOCK_SIZE, remedy))
+    length = row_length(
+        "--block_size", args.block_size, longest, config, DEFAULT_BLOCK_SIZE, pretrained=args.model_name_or_path
+    )
+    args = replace(args, block_size=length)
     tokenizer.model_max_length = config.max_position_embeddings or NO_LIMIT
     with accelerator.main_process_first():
         rows = _rows(args, documents["validation"], tokenizer, "validation")

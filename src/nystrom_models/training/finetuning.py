@@ -17,7 +17,7 @@ from ..data.loading import Collator, RowLoader, eval_dataloader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
 from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
-from .language_modeling import longer_model, override, read_config, row_length, row_loader, shapes_of_overrides
+from .language_modeling import override, read_config, row_length, row_loader, shapes_of_overrides
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
@@ -169,8 +169,7 @@ class FinetuningRun(ABC):
         self.set_classes(splits)
         longest, known = _longest(self.config, self.tokenizer)
         given = getattr(args, self.length_flag)
-        remedy = longer_model(args.model_name_or_path, self.config, given)
-        length = row_length(f"--{self.length_flag}", given, longest, known, remedy)
+        length = row_length(f"--{self.length_flag}", given, longest, self.config, known, args.model_name_or_path)
         if isinstance(self.config, BaseConfig):
             self.tokenizer.model_max_length = longest or max(length, self.tokenizer.model_max_length)
         lengths: dict[str, Any] = {self.length_flag: length}

@@ -170,10 +170,11 @@ def shapes_of_overrides(args: Any, config: PretrainedConfig) -> Iterator[None]:
     except RuntimeError as error:
         if args.config_overrides is None or "ignore_mismatched_sizes" not in str(error):
             raise
+        command = _lengthening(args.model_name_or_path, config, "N")
         raise ValueError(
             f"--config_overrides {args.config_overrides}: weights of {args.model_name_or_path} have other shapes, see "
-            "above. Such fields are for a new model, with --config_name. More positions: "
-            f"{_conversion(args.model_name_or_path, config, 'N')}"
+            "above. Such fields are for a new model, with --config_name."
+            + (f" More positions: {command}" if command else "")
         ) from error
 
 
@@ -186,12 +187,17 @@ def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str]) 
 
 
 def row_length(
-    flag: str, value: int | None, longest: int | None, default: int | None = None, remedy: str | None = None
+    flag: str,
+    value: int | None,
+    longest: int | None,
+    config: PretrainedConfig,
+    default: int | None = None,
+    pretrained: str | None = None,
 ) -> int:
     """The number of tokens of the longest row: `value`; if None, `longest`, or `default` if that is None, too.
 
-    longest: what the model takes; None for any number. remedy: how to get a model that takes more, for a message, if
-    not by --config_overrides.
+    longest: what the model takes; None for any number. pretrained: the name of the model whose weights are taken as
+    they are.
 
     Raises:
         ValueError: if `value` is more than `longest`, or no length is known.
@@ -201,25 +207,22 @@ def row_length(
     if value is None:
         raise ValueError(f"The model takes any number of tokens: give the length of rows with {flag}.")
     if longest is not None and value > longest:
-        if remedy is None:
+        if pretrained is None:
             remedy = f", or give --config_overrides max_position_embeddings={value}"
+        elif command := _lengthening(pretrained, config, str(value)):
+            remedy = f", or make the model longer first: {command}"
+        else:
+            remedy = ""
         raise ValueError(f"{flag} {value} is more than the {longest} tokens that the model takes: lower it{remedy}.")
     return value
 
 
-def longer_model(model_name_or_path: str | None, config: PretrainedConfig, length: int | None) -> str | None:
-    """The remedy of [`row_length`] for a pretrained model; None for a new one."""
-    if model_name_or_path is None:
-        return None
+def _lengthening(pretrained: str, config: PretrainedConfig, length: str) -> str | None:
+    """The command that gives a pretrained model more positions; None if the model cannot be converted."""
     if config.model_type not in SOURCE_TYPES:
-        return ""
-    return f", or make the model longer first: {_conversion(model_name_or_path, config, str(length))}"
-
-
-def _conversion(model_name_or_path: str, config: PretrainedConfig, length: str) -> str:
-    """The command that gives a model more positions."""
+        return None
     family = f" --family {config.model_type}" if isinstance(config, BaseConfig) else ""
-    return f"python -m nystrom_models convert {shlex.quote(model_name_or_path)} OUT{family} --max_length {length}"
+    return f"python -m nystrom_models convert {shlex.quote(pretrained)} OUT{family} --max_length {length}"
 
 
 def loader_arguments(args: RunArguments, optimization: OptimizationArguments) -> dict[str, Any]:

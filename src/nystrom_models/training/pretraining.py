@@ -244,7 +244,8 @@ def pretrain(
         args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
     )
     config = _config(args, tokenizer)
-    args = replace(args, max_length=row_length("--max_length", args.max_length, config.max_position_embeddings))
+    length = row_length("--max_length", args.max_length, config.max_position_embeddings, config)
+    args = replace(args, max_length=length)
     tokenizer.model_max_length = config.max_position_embeddings or args.max_length
     held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
