@@ -20,8 +20,10 @@ from nystrom_models.training import (
     create_accelerator,
     find_checkpoint,
     list_checkpoints,
+    loop,
     train,
 )
+from nystrom_models.training.checkpoints import read_progress
 from tests.training import processes, stopped_run
 from tests.training.models import tiny_model
 from tests.training.stopped_run import Run
@@ -201,6 +203,15 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(tokenizer, exam
     (tmp_path / "checkpoint-2" / "manifest.json").write_text("{")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="No complete checkpoint is left"):
         find_checkpoint(latest)
+
+
+def test_logged_speed_is_that_of_the_last_steps(tokenizer, examples, tmp_path, monkeypatch):
+    """Also after resuming a run that was slow or paused, whose mean stays low."""
+    short_run(tokenizer, examples, tmp_path)
+    progress = read_progress(tmp_path / "checkpoint-2") | {"seconds": 1e6}
+    monkeypatch.setattr(loop, "read_progress", lambda checkpoint: progress)
+    state = short_run(tokenizer, examples, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert state.tokens_per_second < 1 < state.history[-1]["tokens_per_second"]
 
 
 def test_missing_checkpoint(tmp_path):

@@ -68,7 +68,7 @@ class TrainingState:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens trained on per second, without padding."""
+        """Tokens trained on per second of the whole run, without padding; the logs have the rate of the last steps."""
         return self.num_tokens / self.seconds if self.seconds else math.nan
 
     def figures(self) -> dict[str, float]:
@@ -189,6 +189,7 @@ class TrainingLoop:
         self.restore()
         self.model.train()
         self.started = time.perf_counter() - self.state.seconds
+        self.logged = self.state.seconds, self.state.num_tokens  # at the last log
         with self.signals, self.bar:
             if self.state.step < self.total_steps:
                 for step in self.steps():
@@ -357,11 +358,14 @@ class TrainingLoop:
         if state.step % self.logging_steps and state.step != self.total_steps:
             return
         self._measure()
+        seconds, num_tokens = self.logged
+        rate = (state.num_tokens - num_tokens) / (state.seconds - seconds)
+        self.logged = state.seconds, state.num_tokens
         figures = self.window.means()
         shown = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)]
-        self.bar.set_postfix_str(", ".join([*shown, f"{state.tokens_per_second:,.0f} tokens/s"]))
+        self.bar.set_postfix_str(", ".join([*shown, f"{rate:,.0f} tokens/s"]))
         figures["learning_rate"] = float(self.scheduler.get_last_lr()[0])
-        figures["tokens_per_second"] = state.tokens_per_second
+        figures["tokens_per_second"] = rate
         log_figures(self.accelerator, state, figures, self.output_dir)
         self.window = Sums(self.accelerator)
 
