@@ -197,6 +197,8 @@ def test_a_model_is_evaluated_and_trained_on(trained, corpus, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     scored = run_clm.main([*shared, "--output_dir", f"{tmp_path}/scored", "--no_do_train"])
     assert scored == {"validation": pytest.approx(results["validation"], rel=1e-5)}
+    held_out = [*shared[:2], "--validation_file", f"{corpus}/train.txt", "--cache_dir", f"{corpus}/cache"]
+    assert run_clm.main([*held_out, "--output_dir", f"{tmp_path}/held-out", "--no_do_train"]).keys() == {"validation"}
     further = run_clm.main([*shared, "--output_dir", f"{tmp_path}/further", "--max_train_steps", "5"])
     assert losses(history(tmp_path / "further"))[0] < 1.5 * results["validation"]["loss"]
     assert further["validation"]["loss"] < 1.5 * results["validation"]["loss"]

@@ -277,6 +277,28 @@ def test_a_model_is_evaluated_without_training(trained, corpus, tmp_path):
         run(corpus, tmp_path, "--no_do_train", family=family)
 
 
+@pytest.mark.parametrize("source", ["file", "stream", "hub"])
+def test_documents_to_evaluate_on_are_enough_without_training(source, trained, corpus, tmp_path):
+    _, output, results, _ = trained
+    arguments = run_pretraining.PretrainingArguments(
+        output_dir="x", config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"]
+    )
+    documents = load_documents(arguments, False, 20, seed=0)["validation"]
+    (tmp_path / "held-out").mkdir()
+    documents.to_json(tmp_path / "held-out" / "validation.jsonl")
+    files = ["--validation_file", str(tmp_path / "held-out" / "validation.jsonl")]
+    data = {"file": files, "stream": [*files, "--streaming"], "hub": ["--dataset_name", str(tmp_path / "held-out")]}
+    arguments = ["--model_name_or_path", str(output), "--output_dir", str(tmp_path / "scored"), "--no_do_train"]
+    arguments += ["--cache_dir", f"{tmp_path}/cache"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    scored = run_pretraining.main([*arguments, *data[source]])
+    assert scored == {"validation": pytest.approx(results["validation"], rel=1e-5)}
+    with pytest.raises(ValueError, match="evaluate on are needed: --validation_file"):
+        run_pretraining.main(arguments)
+    with pytest.raises(ValueError, match=r"train on are needed: --train_file|no split 'train'"):
+        run_pretraining.main([*arguments[:-3], *data[source]])
+
+
 def test_texts_without_an_order_are_refused_and_others_measured(corpus, tmp_path, capsys):
     """A warning for documents of one sentence each; Russian and lower-cased documents have sentences."""
     texts = {

@@ -91,18 +91,19 @@ def sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
 
 
 def load_documents(
-    args: DataArguments, streaming: bool, validation_split_percentage: float, seed: int
+    args: DataArguments, streaming: bool, validation_split_percentage: float, seed: int, do_train: bool = True
 ) -> dict[str, Dataset | IterableDataset]:
     """Documents for pretraining: `train`, which is a stream on request, and `validation`.
 
     If no validation data are given, documents of `train` are held out: a random `validation_split_percentage` of them,
-    or the first `--max_eval_samples` of a stream. `--max_train_samples` and `--max_eval_samples` limit both.
+    or the first `--max_eval_samples` of a stream. `--max_train_samples` and `--max_eval_samples` limit both. Without
+    `do_train`, validation data alone are enough.
 
     Raises:
         ValueError: if the flags give no data or both a data set and files, if there are too few documents, or if the
             split of `--validation_split` does not exist.
     """
-    train, validation = _load_documents(args, streaming)
+    train, validation = _load_documents(args, streaming, do_train)
     if streaming:
         return _stream(args, train, validation)
     if validation is None:
@@ -115,34 +116,37 @@ def load_documents(
         # Held out before sampling, so that no sample for training contains held-out documents.
         parts = train.train_test_split(test_size=held_out, seed=seed)
         train, validation = parts["train"], parts["test"]
-    return {
-        "train": sample(train, args.max_train_samples, seed),
-        "validation": sample(validation, args.max_eval_samples, seed),
-    }
+    held = {"validation": sample(validation, args.max_eval_samples, seed)}
+    return held if train is None else {"train": sample(train, args.max_train_samples, seed), **held}
 
 
-def _load_documents(args: DataArguments, streaming: bool) -> tuple[Any, Any]:
-    """Documents for training, and for validation or None."""
+def _load_documents(args: DataArguments, streaming: bool, do_train: bool) -> tuple[Any, Any]:
+    """Documents for training and for validation; one of them can be None, training only without `do_train`."""
     if args.dataset_name is None:
-        if args.train_file is None:
-            raise ValueError("Documents to train on are needed: --train_file FILE, or --dataset_name NAME.")
         if args.validation_split is not None:
             raise ValueError("--validation_split names a split of --dataset_name: for files, give --validation_file.")
-        train = load_files(args.train_file, "--train_file", args.cache_dir, streaming)
-        if args.validation_file is None:
-            return train, None
-        return train, load_files(args.validation_file, "--validation_file", args.cache_dir)
+        train = validation = None
+        if do_train or args.validation_file is None:
+            if args.train_file is None:
+                what = "train on are needed:" if do_train else "evaluate on are needed: --validation_file FILE,"
+                raise ValueError(f"Documents to {what} --train_file FILE, or --dataset_name NAME.")
+            train = load_files(args.train_file, "--train_file", args.cache_dir, streaming)
+        if args.validation_file is not None:
+            validation = load_files(args.validation_file, "--validation_file", args.cache_dir)
+        return train, validation
     _refuse_both({"train": args.train_file, "validation": args.validation_file})
     found = _load_hub(args, streaming=streaming)
     # Documents are held out only if no split was named: a misspelt name is an error.
-    for split in ("train", args.validation_split):
+    validation = args.validation_split or "validation"
+    train_split = "train" if do_train or validation not in found else None
+    for split in (train_split, args.validation_split):
         if split is not None and split not in found:
             raise ValueError(f"--dataset_name {args.dataset_name} has no split {split!r}, but {list(found)}.")
-    return found["train"], found.get(args.validation_split or "validation")
+    return found[train_split] if train_split else None, found.get(validation)
 
 
 def _stream(
-    args: DataArguments, train: IterableDataset, validation: Dataset | IterableDataset | None
+    args: DataArguments, train: IterableDataset | None, validation: Dataset | IterableDataset | None
 ) -> dict[str, Dataset | IterableDataset]:
     if not isinstance(validation, Dataset):
         if args.max_eval_samples is None:
@@ -151,10 +155,13 @@ def _stream(
                 "--max_eval_samples 500, or --validation_file."
             )
         if validation is None:
+            assert train is not None
             validation, train = train.take(args.max_eval_samples), train.skip(args.max_eval_samples)
         validation = Dataset.from_list(list(validation.take(args.max_eval_samples)))
     elif args.max_eval_samples is not None:
         validation = validation.select(range(min(len(validation), args.max_eval_samples)))
+    if train is None:
+        return {"validation": validation}
     if args.max_train_samples is not None:
         train = train.take(args.max_train_samples)
     return {"train": train, "validation": validation}
