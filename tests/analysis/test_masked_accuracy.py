@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 
-from nystrom_models.analysis.masked_accuracy import attending_through, masked_accuracy
+from nystrom_models.analysis.masked_accuracy import attending_through, masked_accuracy, masked_accuracy_by_layer
 from nystrom_models.models.attention_nystrom import nystrom_attention_reference
 from tests.analysis.models import make_model, padded_batch
 
@@ -59,6 +59,43 @@ def test_a_bert_attends_through_landmarks_for_the_time_being():
     torch.testing.assert_close(outputs[0][valid], wanted[valid], rtol=1e-3, atol=1e-4)
     with attending_through(model, 37):
         torch.testing.assert_close(model(**inputs).last_hidden_state[valid], exact[valid], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Nystromformer", "Bert", "Albert"])
+def test_layers_that_stay_exact(family):
+    """In a model whose layers share their weights, too. Losses as of models with lists, and the best layers first."""
+    model = make_model(family, "ForMaskedLM", num_hidden_layers=3, max_position_embeddings=64)
+    rows = [ROW, {"input_ids": ROW["input_ids"].flip(1)}]
+    found = masked_accuracy_by_layer(model, rows, 3, **OPTIONS, mlm_probability=0.5)
+    assert [row["exact_layers"] for row in found[:3]] == [[0], [1], [2]] and len(found) == 4
+    losses = [row["mlm_loss"] for row in found]
+    assert found[3]["exact_layers"] == sorted(sorted(range(3), key=losses[:3].__getitem__)[:2])
+    assert [row["num_landmarks"] for row in found[:3]] == [[None, 3, 3], [3, None, 3], [3, 3, None]]
+    none, exact, lists = masked_accuracy(model, rows, [3, None, [None] * 3], **OPTIONS, mlm_probability=0.5)
+    assert exact["mlm_loss"] == lists["mlm_loss"] and len({*losses, none["mlm_loss"], exact["mlm_loss"]}) == 6
+    if family == "Nystromformer":
+        model.config.num_landmarks = [3, None, 3]
+        own = masked_accuracy(model, rows, [model.config.num_landmarks], **OPTIONS, mlm_probability=0.5)
+        assert own[0]["mlm_loss"] == losses[1]
+
+
+@torch.no_grad()
+def test_a_bert_has_landmarks_in_the_layers_of_the_list():
+    """The first layer's output is exact, and the second's is not; also in the second call."""
+    model = make_model("Bert")
+    inputs = padded_batch([37, 23])
+    outputs = {layer: [] for layer in range(2)}
+    for layer, found in outputs.items():
+        model.encoder.layer[layer].register_forward_hook(lambda *args, found=found: found.append(args[2]))
+    model(**inputs)
+    with attending_through(model, [None, 5]):
+        model(**inputs), model(**inputs)
+    valid = inputs["attention_mask"].bool()
+    for other in (1, 2):
+        torch.testing.assert_close(outputs[0][other][valid], outputs[0][0][valid])
+        assert (outputs[1][other] - outputs[1][0])[valid].norm() / outputs[1][0][valid].norm() > 1e-3
+    model(**inputs)
+    torch.testing.assert_close(outputs[1][3], outputs[1][0])
 
 
 def test_what_has_no_landmarks_is_refused():

@@ -67,14 +67,19 @@ def test_a_report_of_a_bert_is_written_by_a_process_of_its_own(folder):
 
 def test_masked_tokens_are_counted_with_fewer_and_fewer_landmarks(folder, capsys):
     flags = "--num_landmarks 2 16 64 --lengths 40 --max_samples 3 --mlm_accuracy --layers 1".split()
+    flags += ["--mlm_accuracy_by_layer", "2"]
     assert main(inspect(folder, "Bert", *flags)) == 0
     found = json.loads((folder / "out" / "Bert" / "inspection.json").read_text(encoding="utf-8"))
     assert [row["num_landmarks"] for row in found["mlm"]] == [None, 2, 16, 64]
     exact, *_, all_tokens = (dict(row, num_landmarks=0) for row in found["mlm"])
     assert all_tokens == exact and len({row["mlm_loss"] for row in found["mlm"]}) == 3
-    assert (
-        folder / "out" / "Bert" / "mlm_accuracy.png"
-    ).is_file() and "Masked tokens with 2 landmarks" in capsys.readouterr().out
+    assert [row["exact_layers"] for row in found["mlm_by_layer"]] == [[0], [1]]
+    assert len({row["mlm_loss"] for row in [*found["mlm"], *found["mlm_by_layer"]]}) == 5
+    printed = capsys.readouterr().out
+    assert "Masked tokens with 2 landmarks" in printed and "Masked tokens with num_landmarks=[2, None]: " in printed
+    assert (folder / "out" / "Bert" / "mlm_accuracy.png").is_file()
+    page = (folder / "out" / "Bert" / "inspection.html").read_text(encoding="utf-8")
+    assert "Masked tokens with exact layers" in page and "[None, 2]" in page
     assert [layer["layer"] for layer in found["layers"]] == [1]
     assert main(inspect(folder, "Linformer", "--mlm_accuracy")) == 1
     assert "--mlm_accuracy measures attention with landmarks" in capsys.readouterr().err
@@ -106,6 +111,8 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(folder, tmp_path, capsys):
         (["--error", "2"], "--error must lie between 0 and 1"),
         (["--max_rows", "1"], "--max_rows must be at least 2"),
         (["--layers", "7"], "layers names [7]"),
+        (["--mlm_accuracy_by_layer", "4"], "--mlm_accuracy_by_layer needs --mlm_accuracy"),
+        (["--mlm_accuracy", "--mlm_accuracy_by_layer", "0"], "--mlm_accuracy_by_layer is a number of landmarks"),
         (["--token", "64"], "--token 64 is not in a row of 64 tokens"),
         (["--device", "nowhere"], "--device nowhere"),
         (["--text_column_name", "body"], "--text_column_name body is not a column"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How well a model predicts masked tokens when its attention is replaced by Nyström attention."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,17 @@ from ..interface.attention import repeated_groups
 from ..models.attention_nystrom import nystrom_attention, scaled_query
 from ..models.configuration_nystromformer import NystromformerConfig
 from ..models.modeling_base import BasePreTrainedModel
+from .capture import visit_attention
 from .substitution import attending_by, key_mask
+
+# The landmarks of all layers, or a list by layer; None is exact attention.
+Landmarks = int | None | Sequence[int | None]
 
 
 @contextmanager
-def attending_through(model: PreTrainedModel, num_landmarks: int | None, pinv_iterations: int = 6) -> Iterator[None]:
+def attending_through(model: PreTrainedModel, num_landmarks: Landmarks, pinv_iterations: int = 6) -> Iterator[None]:
     """The model with Nyström attention with `num_landmarks` landmarks, or exact attention for None, in all layers that
-    can have it (see `visit_attention`).
+    can have it. A list has an entry for each of these layers, in the order of `visit_attention`.
 
     Raises:
         ValueError: for a model of this package that has no landmarks.
@@ -33,51 +37,70 @@ def attending_through(model: PreTrainedModel, num_landmarks: int | None, pinv_it
                 f"{type(model).__name__} has no landmarks: give a Nyströmformer or a model of Transformers."
             )
         before = config.num_landmarks, config.pinv_iterations
-        config.num_landmarks, config.pinv_iterations = num_landmarks, pinv_iterations
+        config.num_landmarks = list(num_landmarks) if isinstance(num_landmarks, Sequence) else num_landmarks
+        config.pinv_iterations = pinv_iterations
         try:
             yield
         finally:
             config.num_landmarks, config.pinv_iterations = before
         return
 
+    layer = 0
+
+    def first_layer(*_: Any) -> None:
+        nonlocal layer
+        layer = 0
+
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        nonlocal layer
         mask, reason = key_mask(module, query, key, attention_mask, kwargs)
-        if reason is not None or num_landmarks is None:
+        number = None
+        if reason is None:
+            number = num_landmarks[layer] if isinstance(num_landmarks, Sequence) else num_landmarks
+            layer += 1
+        if number is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         context = nystrom_attention(
             scaled_query(query, kwargs.get("scaling")),
             *repeated_groups(query, key, value),
             mask,
-            num_landmarks=num_landmarks,
+            num_landmarks=number,
             pinv_iterations=pinv_iterations,
         )
         return context.transpose(1, 2), None
 
-    with attending_by(model, attention):
-        yield
+    handle = model.register_forward_pre_hook(first_layer)
+    try:
+        with attending_by(model, attention):
+            yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()
 def masked_accuracy(
     model: PreTrainedModel,
     rows: Sequence[Mapping[str, Tensor]],
-    num_landmarks: Sequence[int | None],
+    num_landmarks: Sequence[Landmarks],
     *,
     mask_token_id: int,
     special_ids: Sequence[int],
     pinv_iterations: int = 6,
     mlm_probability: float = 0.15,
     seed: int = 0,
+    on_row: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """The accuracy of a model on masked tokens, for each number of landmarks; None is exact attention.
+    """The accuracy of a model on masked tokens, for each number of landmarks, or list of them by layer; None is exact
+    attention.
 
     The masks are the same for all numbers: each token except special ones is masked with `mlm_probability`.
 
     Args:
         model: with a masked language modelling head.
         rows: the arguments of each call, `input_ids` (1, N).
+        on_row: called after each row of each number, for a progress bar.
 
     Returns: for each number, a dictionary of num_landmarks, mlm_accuracy, its standard_error, mlm_loss (in nats) and
     tokens, the number of masked tokens.
@@ -106,6 +129,7 @@ def masked_accuracy(
                     logits = model(**call).logits[chosen].float()
                     hits += int((logits.argmax(dim=-1) == labels).sum())
                     loss += F.cross_entropy(logits, labels, reduction="sum").item()
+                    on_row()
             accuracy = hits / count
             results.append(
                 {
@@ -119,3 +143,35 @@ def masked_accuracy(
     finally:
         model.train(was_training)
     return results
+
+
+def count_attention_layers(model: PreTrainedModel, row: Mapping[str, Tensor]) -> int:
+    """Number of attention layers that can have landmarks, in the model's order of `visit_attention`."""
+    indices: list[int] = []
+    visit_attention(model, row, lambda attention: indices.append(attention.index))
+    return len(indices)
+
+
+def masked_accuracy_by_layer(
+    model: PreTrainedModel, rows: Sequence[Mapping[str, Tensor]], num_landmarks: int, **options: Any
+) -> list[dict[str, Any]]:
+    """The accuracy of a model on masked tokens with exact attention in some layers, `num_landmarks` in all others.
+
+    First each layer alone is exact. Then layers are added, one at a time, in the order of their losses: the layer
+    whose exact attention helps most comes first.
+
+    Args:
+        options: those of `masked_accuracy`.
+
+    Returns: the dictionaries of `masked_accuracy`, 2L - 2 for L layers, with exact_layers, the layers that are exact.
+    """
+    layers = range(count_attention_layers(model, rows[0]))
+
+    def measured(chosen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        lists = [[None if layer in exact else num_landmarks for layer in layers] for exact in chosen]
+        found = masked_accuracy(model, rows, lists, **options) if lists else []
+        return [{"exact_layers": sorted(exact), **row} for exact, row in zip(chosen, found, strict=True)]
+
+    alone = measured([[layer] for layer in layers])
+    order = sorted(layers, key=lambda layer: alone[layer]["mlm_loss"])
+    return alone + measured([order[:count] for count in range(2, len(layers))])

@@ -23,6 +23,8 @@ def page(inspection: Inspection, content: Mapping[str, Any], error: float) -> st
     parts = [f"<h1>Attention of {_text(name)}</h1>", f"<p>{_summary(inspection, content)}</p>"]
     parts += [_configuration(inspection, error)]
     parts += ["<h2>Layers</h2>", _table(_layer_rows(inspection, error))]
+    if inspection.mlm_by_layer is not None:
+        parts += _exact_layers(inspection.mlm_by_layer)
     parts.append('<div class="figures">')
     for picture in pictures(inspection):
         caption = f"<figcaption><b>{_text(picture.title)}</b>{_text(picture.caption)}</figcaption>"
@@ -106,6 +108,25 @@ def _layer_rows(inspection: Inspection, error: float) -> list[Row]:
             row["rank needed"] = ranks[place]
         rows.append({**row, "name": layer.name})
     return rows
+
+
+def _exact_layers(found: Sequence[Row]) -> list[str]:
+    """The accuracy of masked tokens with exact attention in some layers."""
+    rows = [
+        {
+            "exact layers": ", ".join(map(str, row["exact_layers"])),
+            "accuracy": row["mlm_accuracy"],
+            "standard error": row["standard_error"],
+            "loss": row["mlm_loss"],
+            "num_landmarks": str(row["num_landmarks"]),
+        }
+        for row in found
+    ]
+    text = (
+        "Accuracy of masked tokens with exact attention in some layers and landmarks in all others: first in each "
+        "layer alone, then with layers added in the order of their losses."
+    )
+    return ["<h2>Masked tokens with exact layers</h2>", f"<p>{_text(text)}</p>", _table(rows)]
 
 
 def _head_rows(inspection: Inspection, error: float) -> list[Row]:

@@ -35,6 +35,7 @@ def content(
     - errors: for each layer and setting output_error and map_error, over all heads and by head, and
       pinv_residual_by_head, null where there is no pseudo-inverse.
     - mlm: for each number of landmarks (null: exact) the accuracy of masked tokens; null if it was not measured.
+    - mlm_by_layer: the same with exact attention in exact_layers alone; null if it was not measured.
     - spectra: for each layer the normalised cumulative singular values by head.
     - needed: for the relative error `error` num_landmarks and projected_dim, by_layer and by_head, at a length.
     - token: see `attended`; null if none was chosen.

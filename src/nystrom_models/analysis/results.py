@@ -89,8 +89,8 @@ class Inspection:
     """What `inspect_attention` measured.
 
     layers: by their number among the attention layers. settings: all that were measured. main: the one that pictures
-    and tables show first. skipped: layers that were left out, with the reason. mlm: the result of `masked_accuracy`
-    for rows of the main setting's length, if it was computed.
+    and tables show first. skipped: layers that were left out, with the reason. mlm, mlm_by_layer: the results of
+    `masked_accuracy` and `masked_accuracy_by_layer` for rows of the main setting's length, if they were computed.
     """
 
     layers: dict[int, Layer]
@@ -98,6 +98,7 @@ class Inspection:
     main: Setting
     skipped: dict[str, str]
     mlm: list[dict[str, Any]] | None = None
+    mlm_by_layer: list[dict[str, Any]] | None = None
 
     # ---- errors ----
 
@@ -203,6 +204,7 @@ class Inspection:
             "main_setting": self.main._asdict(),
             "errors": errors,
             "mlm": self.mlm,
+            "mlm_by_layer": self.mlm_by_layer,
             "spectra": spectra,
             "needed": {
                 "error": error,

@@ -76,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Also measure the accuracy on masked tokens with each number of landmarks. A larger --max_samples makes "
         "it more precise.",
     )
+    parser.add_argument(
+        "--mlm_accuracy_by_layer",
+        type=int,
+        metavar="NUM_LANDMARKS",
+        help="With --mlm_accuracy: also measure it with exact attention in one layer at a time, then in more and more "
+        "layers, and this many landmarks in all others. It shows which layers should stay exact.",
+    )
     parser.add_argument("--device", help="Device, such as cuda or cpu (default: cuda if available).")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the rows that are drawn (default: 0).")
 
@@ -90,6 +97,11 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name} must be at least {least}, but is {getattr(arguments, name)}.")
     if not 0 < arguments.error < 1:
         raise ValueError(f"--error must lie between 0 and 1, but is {arguments.error}.")
+    number = arguments.mlm_accuracy_by_layer
+    if number is not None and not arguments.mlm_accuracy:
+        raise ValueError("--mlm_accuracy_by_layer needs --mlm_accuracy.")
+    if number is not None and number < 1:
+        raise ValueError(f"--mlm_accuracy_by_layer is a number of landmarks of at least 1, but is {number}.")
     if arguments.layers is not None and min(arguments.layers) < 0:
         raise ValueError(f"--layers are counted from 0, but {min(arguments.layers)} is given.")
 
@@ -127,7 +139,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     if arguments.mlm_accuracy:
         rows = [_on(device, call) for call in longest]
-        inspection.mlm = _mlm_accuracy(inspection, whole, tokenizer, rows, arguments.seed)
+        with tqdm(unit="row", desc="Masked tokens", disable=None) as bar:
+            _mlm_accuracy(inspection, whole, tokenizer, rows, arguments, bar)
     token = None
     if arguments.token is not None:
         ids = longest[0]["input_ids"][0]
@@ -227,21 +240,24 @@ def _mlm_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Mapping[str, Tensor]],
-    seed: int,
-) -> list[dict[str, Any]]:
-    """`masked_accuracy` with exact attention and with each number of landmarks that was inspected."""
-    from ..analysis.masked_accuracy import masked_accuracy
+    arguments: argparse.Namespace,
+    bar: Any,
+) -> None:
+    """`masked_accuracy` with exact attention and with each number of landmarks that was inspected; and by layer."""
+    from ..analysis.masked_accuracy import masked_accuracy, masked_accuracy_by_layer
 
+    options = {
+        "mask_token_id": tokenizer.mask_token_id,
+        "special_ids": tokenizer.all_special_ids,
+        "pinv_iterations": inspection.main.pinv_iterations or 6,
+        "seed": arguments.seed,
+        "on_row": bar.update,
+    }
     numbers = {setting.num_landmarks for setting in inspection.settings if setting.num_landmarks is not None}
-    return masked_accuracy(
-        model,
-        rows,
-        [None, *sorted(numbers)],
-        mask_token_id=tokenizer.mask_token_id,
-        special_ids=tokenizer.all_special_ids,
-        pinv_iterations=inspection.main.pinv_iterations or 6,
-        seed=seed,
-    )
+    inspection.mlm = masked_accuracy(model, rows, [None, *sorted(numbers)], **options)
+    if arguments.mlm_accuracy_by_layer is not None:
+        number = arguments.mlm_accuracy_by_layer
+        inspection.mlm_by_layer = masked_accuracy_by_layer(model, rows, number, **options)
 
 
 def summary(found: dict) -> list[str]:
@@ -254,6 +270,9 @@ def summary(found: dict) -> list[str]:
     for row in found["mlm"] or []:
         number = "exact attention" if row["num_landmarks"] is None else f"{row['num_landmarks']} landmarks"
         lines.append(f"Masked tokens with {number}: {row['mlm_accuracy']:.1%} ± {row['standard_error']:.1%}")
+    for row in found["mlm_by_layer"] or []:
+        accuracy = f"{row['mlm_accuracy']:.1%} ± {row['standard_error']:.1%}"
+        lines.append(f"Masked tokens with num_landmarks={row['num_landmarks']}: {accuracy}")
     lines.append(f"An error of {needed['error']:g} needs")
     for name in ("num_landmarks", "projected_dim"):
         if needed[name]["by_layer"]:
