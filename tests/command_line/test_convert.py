@@ -72,6 +72,24 @@ def test_a_classifier_becomes_longer_and_says_the_same(source, tmp_path):
     assert model(**inputs).logits.isfinite().all()
 
 
+@torch.no_grad()
+def test_layers_stay_exact(source, tmp_path):
+    """Landmarks in the layers of the list alone, as in a model with exact attention whose list is changed."""
+    for name, landmarks in (("some", "4,none"), ("exact", "none")):
+        assert main(["convert", str(source), str(tmp_path / name), "--num_landmarks", landmarks]) == 0
+    inputs = AutoTokenizer.from_pretrained(source)(SENTENCES, truncation=True, return_tensors="pt")
+    some, exact = (AutoModelForSequenceClassification.from_pretrained(tmp_path / name) for name in ("some", "exact"))
+    theirs = BertForSequenceClassification.from_pretrained(source)(**inputs).logits
+    torch.testing.assert_close(exact(**inputs).logits, theirs)
+    assert some.config.num_landmarks == [4, None]
+    found = some(**inputs).logits
+    assert (found - theirs).norm() > 1e-3 * theirs.norm()
+    exact.config.num_landmarks = [4, None]
+    assert torch.equal(exact(**inputs).logits, found)
+    exact.config.num_landmarks = 4
+    assert (exact(**inputs).logits - found).norm() > 1e-3 * theirs.norm()
+
+
 @pytest.mark.parametrize(
     ("family", "options", "expected"),
     [
