@@ -22,13 +22,7 @@ from nystrom_models.training.splits import load_documents
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
     arguments, optimization = parse_arguments((PretrainingArguments, OptimizationArguments), args, __doc__)
-    documents = load_documents(
-        arguments,
-        arguments.streaming,
-        arguments.validation_split_percentage,
-        arguments.seed,
-        do_train=arguments.do_train,
-    )
+    documents = load_documents(arguments)
     return pretrain(arguments, optimization, documents)
 
 

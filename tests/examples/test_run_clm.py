@@ -124,9 +124,13 @@ def test_scores_are_those_of_the_held_out_documents_alone(trained, corpus):
     """Each document is scored alone, in parts of 48 tokens: the scores agree, and all bytes are counted."""
     output, results, _ = trained
     options = run_clm.CausalArguments(
-        output_dir=str(output), config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"]
+        output_dir=str(output),
+        config_name="x",
+        tokenizer_name="x",
+        train_file=[f"{corpus}/train.txt"],
+        validation_split_percentage=20,
     )
-    texts = load_documents(options, False, 20, seed=0)["validation"]["text"]
+    texts = load_documents(options)["validation"]["text"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     nats = tokens = 0
     cuts = 0

@@ -117,12 +117,15 @@ def test_curves_and_a_table_of_two_runs(trained, tmp_path, capsys):
     assert table[2].startswith("| one | 0.1 | 0.0") and f"{results['validation']['mlm_accuracy']:.4g} |" in table[3]
 
 
+def documents_of(corpus, **options):
+    """The documents of a run with these flags."""
+    fields = {"output_dir": "x", "config_name": "x", "tokenizer_name": "x", "train_file": [f"{corpus}/train.txt"]}
+    return load_documents(run_pretraining.PretrainingArguments(**fields, **options))
+
+
 def test_scores_are_those_of_the_saved_model_on_the_held_out_documents(trained, corpus):
     _, output, results, _ = trained
-    arguments = run_pretraining.PretrainingArguments(
-        output_dir=str(output), config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"]
-    )
-    documents = load_documents(arguments, False, 20, seed=0)
+    documents = documents_of(corpus, validation_split_percentage=20)
     assert len(documents["validation"]) == 30 and not {*documents["validation"]["text"]} & {
         *documents["train"]["text"]
     }
@@ -178,10 +181,7 @@ def test_a_stream_is_read_beside_training(corpus, tmp_path):
 
 
 def test_the_held_out_documents_of_a_stream_are_not_trained_on(corpus):
-    arguments = run_pretraining.PretrainingArguments(
-        output_dir="x", config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"], max_eval_samples=10
-    )
-    documents = load_documents(arguments, True, 5, seed=0)
+    documents = documents_of(corpus, streaming=True, max_eval_samples=10)
     held_out, rest = documents["validation"]["text"], [row["text"] for row in documents["train"]]
     assert isinstance(documents["validation"], Dataset) and len(held_out) == 10
     assert [text.strip() for text in [*held_out, *rest]] == DOCUMENTS
@@ -280,23 +280,20 @@ def test_a_model_is_evaluated_without_training(trained, corpus, tmp_path):
 @pytest.mark.parametrize("source", ["file", "stream", "hub"])
 def test_documents_to_evaluate_on_are_enough_without_training(source, trained, corpus, tmp_path):
     _, output, results, _ = trained
-    arguments = run_pretraining.PretrainingArguments(
-        output_dir="x", config_name="x", tokenizer_name="x", train_file=[f"{corpus}/train.txt"]
-    )
-    documents = load_documents(arguments, False, 20, seed=0)["validation"]
+    documents = documents_of(corpus, validation_split_percentage=20)["validation"]
     (tmp_path / "held-out").mkdir()
     documents.to_json(tmp_path / "held-out" / "validation.jsonl")
     files = ["--validation_file", str(tmp_path / "held-out" / "validation.jsonl")]
     data = {"file": files, "stream": [*files, "--streaming"], "hub": ["--dataset_name", str(tmp_path / "held-out")]}
-    arguments = ["--model_name_or_path", str(output), "--output_dir", str(tmp_path / "scored"), "--no_do_train"]
+    arguments = ["--model_name_or_path", str(output), "--output_dir", str(tmp_path / "scored")]
     arguments += ["--cache_dir", f"{tmp_path}/cache"]
     AcceleratorState._reset_state(reset_partial_state=True)
-    scored = run_pretraining.main([*arguments, *data[source]])
+    scored = run_pretraining.main([*arguments, *data[source], "--no_do_train"])
     assert scored == {"validation": pytest.approx(results["validation"], rel=1e-5)}
     with pytest.raises(ValueError, match="evaluate on are needed: --validation_file"):
-        run_pretraining.main(arguments)
+        run_pretraining.main([*arguments, "--no_do_train"])
     with pytest.raises(ValueError, match=r"train on are needed: --train_file|no split 'train'"):
-        run_pretraining.main([*arguments[:-3], *data[source]])
+        run_pretraining.main([*arguments, *data[source]])
 
 
 def test_texts_without_an_order_are_refused_and_others_measured(corpus, tmp_path, capsys):

@@ -163,13 +163,14 @@ def masked_accuracy_by_layer(
     Args:
         options: those of `masked_accuracy`.
 
-    Returns: the dictionaries of `masked_accuracy`, 2L - 2 for L layers, with exact_layers, the layers that are exact.
+    Returns: the dictionaries of `masked_accuracy`, with exact_layers, the layers that are exact; for L > 1 layers,
+    2L - 2 of them.
     """
     layers = range(count_attention_layers(model, rows[0]))
 
     def measured(chosen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         lists = [[None if layer in exact else num_landmarks for layer in layers] for exact in chosen]
-        found = masked_accuracy(model, rows, lists, **options) if lists else []
+        found = masked_accuracy(model, rows, lists, **options)
         return [{"exact_layers": sorted(exact), **row} for exact, row in zip(chosen, found, strict=True)]
 
     alone = measured([[layer] for layer in layers])

@@ -267,12 +267,11 @@ def summary(found: dict) -> list[str]:
     lines = [", ".join(f"{name} {value}" for name, value in main.items() if value is not None)]
     lines.append(f"{'layer':>5} {'output error':>13} {'map error':>10}")
     lines += [f"{row['layer']:>5} {row['output_error']:>13.4f} {row['map_error']:>10.4f}" for row in rows]
-    for row in found["mlm"] or []:
-        number = "exact attention" if row["num_landmarks"] is None else f"{row['num_landmarks']} landmarks"
-        lines.append(f"Masked tokens with {number}: {row['mlm_accuracy']:.1%} ± {row['standard_error']:.1%}")
-    for row in found["mlm_by_layer"] or []:
-        accuracy = f"{row['mlm_accuracy']:.1%} ± {row['standard_error']:.1%}"
-        lines.append(f"Masked tokens with num_landmarks={row['num_landmarks']}: {accuracy}")
+    for row in [*(found["mlm"] or []), *(found["mlm_by_layer"] or [])]:
+        number = row["num_landmarks"]
+        what = f"num_landmarks={number}" if isinstance(number, list) else f"{number} landmarks"
+        what = "exact attention" if number is None else what
+        lines.append(f"Masked tokens with {what}: {row['mlm_accuracy']:.1%} ± {row['standard_error']:.1%}")
     lines.append(f"An error of {needed['error']:g} needs")
     for name in ("num_landmarks", "projected_dim"):
         if needed[name]["by_layer"]:

@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 
 from ..data.files import decoded_lines, file_ending, load_files
 from .arguments import DataArguments
+from .language_modeling import LanguageModelingArguments
 
 Files = Mapping[str, Sequence[str] | None]
 
@@ -90,63 +91,62 @@ def sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
     return dataset if size is None or size >= len(dataset) else dataset.shuffle(seed).select(range(size))
 
 
-def load_documents(
-    args: DataArguments, streaming: bool, validation_split_percentage: float, seed: int, do_train: bool = True
-) -> dict[str, Dataset | IterableDataset]:
-    """Documents for pretraining: `train`, which is a stream on request, and `validation`.
+def load_documents(args: LanguageModelingArguments) -> dict[str, Dataset | IterableDataset]:
+    """Documents for pretraining: `train`, which is a stream with `--streaming`, and `validation`.
 
-    If no validation data are given, documents of `train` are held out: a random `validation_split_percentage` of them,
-    or the first `--max_eval_samples` of a stream. `--max_train_samples` and `--max_eval_samples` limit both. Without
-    `do_train`, validation data alone are enough.
+    If no validation data are given, documents of `train` are held out: a random `--validation_split_percentage` of
+    them, or the first `--max_eval_samples` of a stream. `--max_train_samples` and `--max_eval_samples` limit both.
+    With `--no_do_train`, validation data alone are enough.
 
     Raises:
         ValueError: if the flags give no data or both a data set and files, if there are too few documents, or if the
             split of `--validation_split` does not exist.
     """
-    train, validation = _load_documents(args, streaming, do_train)
-    if streaming:
+    train, validation = _load_documents(args)
+    if args.streaming:
         return _stream(args, train, validation)
     if validation is None:
-        held_out = round(len(train) * validation_split_percentage / 100)
+        percentage = args.validation_split_percentage
+        held_out = round(len(train) * percentage / 100)
         if not 0 < held_out < len(train):
             raise ValueError(
-                f"--validation_split_percentage {validation_split_percentage:g} of {len(train)} documents holds out "
+                f"--validation_split_percentage {percentage:g} of {len(train)} documents holds out "
                 f"{held_out}: give --validation_file, or a percentage that leaves documents on both sides."
             )
         # Held out before sampling, so that no sample for training contains held-out documents.
-        parts = train.train_test_split(test_size=held_out, seed=seed)
+        parts = train.train_test_split(test_size=held_out, seed=args.seed)
         train, validation = parts["train"], parts["test"]
-    held = {"validation": sample(validation, args.max_eval_samples, seed)}
-    return held if train is None else {"train": sample(train, args.max_train_samples, seed), **held}
+    held = {"validation": sample(validation, args.max_eval_samples, args.seed)}
+    return held if train is None else {"train": sample(train, args.max_train_samples, args.seed), **held}
 
 
-def _load_documents(args: DataArguments, streaming: bool, do_train: bool) -> tuple[Any, Any]:
-    """Documents for training and for validation; one of them can be None, training only without `do_train`."""
+def _load_documents(args: LanguageModelingArguments) -> tuple[Any, Any]:
+    """Documents for training and for validation; one of them can be None, training only with `--no_do_train`."""
     if args.dataset_name is None:
         if args.validation_split is not None:
             raise ValueError("--validation_split names a split of --dataset_name: for files, give --validation_file.")
         train = validation = None
-        if do_train or args.validation_file is None:
+        if args.do_train or args.validation_file is None:
             if args.train_file is None:
-                what = "train on are needed:" if do_train else "evaluate on are needed: --validation_file FILE,"
+                what = "train on are needed:" if args.do_train else "evaluate on are needed: --validation_file FILE,"
                 raise ValueError(f"Documents to {what} --train_file FILE, or --dataset_name NAME.")
-            train = load_files(args.train_file, "--train_file", args.cache_dir, streaming)
+            train = load_files(args.train_file, "--train_file", args.cache_dir, args.streaming)
         if args.validation_file is not None:
             validation = load_files(args.validation_file, "--validation_file", args.cache_dir)
         return train, validation
     _refuse_both({"train": args.train_file, "validation": args.validation_file})
-    found = _load_hub(args, streaming=streaming)
+    found = _load_hub(args, streaming=args.streaming)
+    validation_split = args.validation_split or "validation"
+    train_split = "train" if args.do_train or validation_split not in found else None
     # Documents are held out only if no split was named: a misspelt name is an error.
-    validation = args.validation_split or "validation"
-    train_split = "train" if do_train or validation not in found else None
     for split in (train_split, args.validation_split):
         if split is not None and split not in found:
             raise ValueError(f"--dataset_name {args.dataset_name} has no split {split!r}, but {list(found)}.")
-    return found[train_split] if train_split else None, found.get(validation)
+    return found[train_split] if train_split else None, found.get(validation_split)
 
 
 def _stream(
-    args: DataArguments, train: IterableDataset | None, validation: Dataset | IterableDataset | None
+    args: LanguageModelingArguments, train: IterableDataset | None, validation: Dataset | IterableDataset | None
 ) -> dict[str, Dataset | IterableDataset]:
     if not isinstance(validation, Dataset):
         if args.max_eval_samples is None:
