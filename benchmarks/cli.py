@@ -26,6 +26,7 @@ from benchmarks import (  # noqa: F401  (they register)
     kernels,
     linear,
     linformer,
+    long_range_arena,
     models,
     nystrom,
     report,

@@ -101,7 +101,8 @@ def check(workload: Workload, contender: Contender, runner: AnyRunner, reference
     names = [name for name in compared if name in expected]
     deviations = {name: deviation(compared[name], expected[name]) for name in names}
     # Each layer of a model adds rounding errors, and amplifies those of the layers before it.
-    tolerance = TOLERANCES[setting.dtype] * (setting.num_layers if workload.kind == "model" else 1)
+    layers = (workload.num_layers or setting.num_layers) if workload.kind == "model" else 1
+    tolerance = TOLERANCES[setting.dtype] * layers
     tolerances = {name: tolerance * (1 if name == "output" else GRADIENT_FACTOR) for name in names}
     return {
         "passed": all(deviations[name] <= tolerances[name] for name in names)

@@ -101,6 +101,7 @@ class Workload:
         tokens: counts the tokens of the inputs, without padding; tables then show tokens per second.
         floor: the bytes that any implementation of the reference must read or write, and the additions and
             multiplications that it must do, or None; tables then compare ours with the machine's limits.
+        num_layers: of a model whose depth is fixed; by default, the setting's.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Workload:
     baseline: str
     tokens: Callable[[Inputs], int] | None = None
     floor: Callable[[Setting, Inputs], tuple[int, int] | None] | None = None
+    num_layers: int | None = None
     contenders: dict[str, Contender] = field(default_factory=dict)
 
     def contender(self, name: str, **options) -> Callable:

@@ -171,6 +171,19 @@ def test_encoders_run_and_ours_are_checked(name):
     assert all(row["contender"] in printed for row in rows if row["status"] == "ok")
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_every_attention_of_the_long_range_arena_is_checked(backward):
+    workload, setting = WORKLOADS["lra-text"], Setting(300, batch_size=2, backward=backward)
+    rows = measure.measure(workload, setting, repeats=1)
+    assert [row["contender"] for row in rows] == ["nystrom", "linformer", "linear", "softmax-sdpa", "softmax-stored"]
+    for row in rows:
+        assert row["status"] == "ok" and row["tokens"] == 600 and row["check"]["deviations"].keys() == {"output"}
+        assert row["check"]["tolerances"]["output"] == 2 * measure.TOLERANCES[torch.float32]  # of two layers
+    peaks = {row["contender"]: row["peak_bytes"] for row in rows}
+    matrices = 2 * 2 * 300**2 * 4  # rows, heads, float32
+    assert peaks["softmax-stored"] > peaks["softmax-sdpa"] + matrices
+
+
 def test_variable_lengths_are_half_padding_and_tokens_are_real_ones():
     workload, setting = WORKLOADS["encoder-variable"], Setting(512, batch_size=64)
     inputs = measure.prepare_inputs(workload, setting)
