@@ -336,6 +336,23 @@ def test_export_with_dynamic_batch_and_length(option):
             assert relative_error(exported(**new).logits, model(**new).logits) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("option", GRAPH_OPTIONS)
+def test_torchscript_traces_of_every_length(option, tmp_path):
+    """As in Transformers' guide, where gradients are not switched off; the trace is saved and loaded."""
+    model = shallow(option)
+    model.config.return_dict, model.config.use_cache = False, False
+    ids, mask = torch.randint(3, 99, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    for given in ((ids,), (ids, mask)):
+        torch.jit.trace(model, given).save(tmp_path / "model.pt")
+        traced = torch.jit.load(tmp_path / "model.pt")
+        for batch, length in ((1, 1), (3, 5), (2, 16), (4, 33), (1, 64)):
+            new = [torch.randint(3, 99, (batch, length)), torch.ones(batch, length, dtype=torch.long)][: len(given)]
+            if len(given) == 2:
+                new[1][0, length - length // 3 :] = 0
+            assert relative_error(traced(*new)[0], model(*new)[0]) < 1e-5
+
+
 @pytest.mark.parametrize("option", GRAPH_OPTIONS)
 def test_fake_and_meta_tensors_show_shapes(option):
     """The meta device is used to plan memory and device maps; the values of a mask cannot be read there."""

@@ -28,7 +28,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .cpu_blocks import BLOCK_TOKENS
 from .token_layout import take_tokens
-from .tracing import depends_on_values
+from .tracing import depends_on_values, takes_own_gradients
 
 EPSILON = 1e-6
 # Tokens of a chunk: about the number of features of a head, so that scores and states cost about the same.
@@ -168,7 +168,7 @@ def causal_product(left: Tensor, right: Tensor, values: Tensor, state: Tensor) -
     left, right: (B, H, N, F). values: (B, H, N, E). state: (B, H, F, E) in float32 at least.
     Returns: (B, H, N, E) and (B, H, F, E), in the state's dtype.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and takes_own_gradients():
         return _CausalProduct.apply(left, right, values, state, False)
     return _causal_product(left, right, values, state, False)
 

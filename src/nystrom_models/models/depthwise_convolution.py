@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .token_layout import split_heads
-from .tracing import depends_on_values
+from .tracing import depends_on_values, takes_own_gradients
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # oneDNN convolves in bfloat16, summing in float32, from AVX-512 on.
@@ -56,7 +56,7 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
         value = value * mask[:, None, :, None].to(value.dtype)
     if not _HAS_ONEDNN or value.device.type != "cpu" or value.dtype == torch.float64:
         return F.conv2d(value, weight, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
-    if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad) and takes_own_gradients():
         return _DepthwiseConvolution.apply(value, weight)
     return _filter_tokens(value, weight)
 

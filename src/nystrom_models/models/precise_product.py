@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tracing import takes_own_gradients
+
 # TF32 keeps 10 bits of a float32's 23.
 _KEPT_BITS = -(1 << 13)
 
@@ -16,7 +18,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     TF32 would leave an error of 5e-4 in a pseudo-inverse, instead of 3e-7.
     """
     if left.is_cuda and left.dtype == torch.float32:
-        return _SplitProduct.apply(left, right)
+        return _SplitProduct.apply(left, right) if takes_own_gradients() else split_product(left, right)
     return left @ right
 
 

@@ -12,6 +12,12 @@ def depends_on_values(tensor: Tensor) -> bool:
     return not (is_tracing(tensor) or tensor.is_meta or is_batched(tensor))
 
 
+def takes_own_gradients() -> bool:
+    """Whether functions with a gradient of their own (`torch.autograd.Function`) can be called: a TorchScript trace,
+    which is for inference, cannot hold them."""
+    return not torch.jit.is_tracing()
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for several, under `torch.func.vmap`."""
     functorch = torch._C._functorch
