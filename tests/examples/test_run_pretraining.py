@@ -203,6 +203,7 @@ def test_the_held_out_documents_of_a_stream_are_not_trained_on(corpus):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
+@pytest.mark.filterwarnings("error:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
     # Compiled layers draw other values for dropout.
     without_dropout = "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"

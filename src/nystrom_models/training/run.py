@@ -106,7 +106,9 @@ def start_trackers(accelerator: Accelerator, args: RunArguments, *arguments: Any
 def prepare_model(model: PreTrainedModel, args: RunArguments) -> None:
     """Applies flags to the model, such as gradient checkpointing."""
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Newer versions of Transformers have another name for it, and warn of the older one.
+        older = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
 
 
 def train_model(
