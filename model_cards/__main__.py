@@ -79,6 +79,10 @@ COMPARISONS = (
             "linear": ("linear_transformer/mini-256", "as configured"),
         },
     ),
+    Comparison(
+        file="2026-11-23-exact-last-layer.json",
+        arms={"nystrom, the last layer exact": ("nystromformer/mini-256-exact-last", "as configured")},
+    ),
 )
 
 

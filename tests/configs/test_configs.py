@@ -50,7 +50,9 @@ def test_configuration_gives_the_model_its_name_says(name):
     expected = (None,) if config.is_decoder else (int(length) - 2, int(length))
     assert config.max_position_embeddings in expected
     if family == "nystromformer":
-        assert config.num_landmarks == (None if options == ["softmax"] else 32 if size in ("mini", "tiny") else 64)
+        number = 32 if size in ("mini", "tiny") else 64
+        landmarks = {"": number, "softmax": None, "exact-last": [number] * (layers - 1) + [None]}
+        assert config.num_landmarks == landmarks["-".join(options)]
     elif family == "linear_transformer":
         assert config.feature_map == (None if "softmax" in options else "elu") and config.projected_dim is None
         assert options == ["causal"] * config.is_decoder + ["softmax"] * (config.feature_map is None)

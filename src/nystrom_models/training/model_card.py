@@ -162,8 +162,9 @@ def limits_of(config: BaseConfig) -> list[str]:
         )
     if isinstance(config, NystromformerConfig):
         if numbers := [number for number in config.landmarks_by_layer if number is not None]:
+            where = "" if len(numbers) == config.num_hidden_layers else f", in {len(numbers)} layers,"
             limits.append(
-                f"Inputs of more than {min(numbers)} tokens get an approximation of softmax attention through "
+                f"Inputs of more than {min(numbers)} tokens get{where} an approximation of softmax attention through "
                 f"{span(numbers)} landmarks; shorter ones get it exactly."
             )
         limits.append(
