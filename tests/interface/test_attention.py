@@ -242,7 +242,6 @@ def test_masks_are_looked_at_in_graphs():
 
 
 @torch.no_grad()
-@pytest.mark.slow
 def test_onnx_is_one_file_for_all_lengths(tmp_path):
     import onnxruntime
 

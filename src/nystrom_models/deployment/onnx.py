@@ -52,7 +52,8 @@ def _has_choices(model: PreTrainedModel) -> bool:
 
 
 def _reads_pairs(model: PreTrainedModel) -> bool:
-    return model.config.dual_encoder and type(model).__name__.endswith("ForSequenceClassification")
+    # Other models of Transformers have no such field.
+    return getattr(model.config, "dual_encoder", False) and type(model).__name__.endswith("ForSequenceClassification")
 
 
 def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: int) -> dict[str, Tensor]:
