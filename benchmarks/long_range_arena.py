@@ -6,12 +6,13 @@ with --backward, so does this. Two layers of 64; of the sizes of a setting, only
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from benchmarks.models import OWN_WEIGHTS, count_tokens, seeded
+from benchmarks.models import OWN_WEIGHTS, count_tokens, in_float64, prepare
 from benchmarks.registry import Inputs, Prepared, Setting, Workload, register
 from nystrom_models.data.lra import ARENA_TASKS
 from nystrom_models.training.long_range_arena import arena_config
@@ -33,30 +34,19 @@ def draw_bytes(setting: Setting, generator: torch.Generator) -> Inputs:
     return {"input_ids": torch.randint(len(tokenizer) - 256, len(tokenizer), shape, generator=generator)}
 
 
-def classifier(setting: Setting, attention: str, implementation: str | None) -> nn.Module:
+def classifier(setting: Setting, implementation: str | None = None, *, attention: str) -> nn.Module:
     """A new model of the arena's size, for sequences of the setting's length."""
     config = arena_config(TASK, attention, ARENA_TASKS[TASK].tokenizer(setting.length), setting.length)
     return AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
 
 
+def logits(model: nn.Module, inputs: Inputs) -> Tensor:
+    return model(**inputs).logits
+
+
 def step(attention: str, implementation: str | None) -> Callable[[Setting, Inputs], Prepared]:
-    def build(setting: Setting, inputs: Inputs) -> Prepared:
-        model = seeded(setting, lambda: classifier(setting, attention, implementation))
-        model.requires_grad_(setting.backward)
-        return Prepared(lambda: model(**inputs).logits, tuple(model.parameters()) if setting.backward else ())
-
-    return build
-
-
-def in_float64(attention: str) -> Callable[[Setting, Inputs], Tensor]:
-    """The same weights with the reference attention, in float64."""
-
-    def reference(setting: Setting, inputs: Inputs) -> Tensor:
-        # Without gradients, which are not compared: softmax attention would keep its matrices.
-        model = seeded(setting, lambda: classifier(setting, attention, "eager"), torch.float64)
-        return model.requires_grad_(False)(**inputs).logits
-
-    return reference
+    build = partial(classifier, implementation=implementation, attention=attention)
+    return lambda setting, inputs: prepare(setting, inputs, build, logits)
 
 
 workload = register(
@@ -71,7 +61,9 @@ workload = register(
         num_layers=2,
     )
 )
-REFERENCES = {attention: in_float64(attention) for attention, _ in CONTENDERS.values()}
+REFERENCES = {
+    attention: in_float64(partial(classifier, attention=attention), logits) for attention, _ in CONTENDERS.values()
+}
 for name, (attention, implementation) in CONTENDERS.items():
     options = {"ours": attention != "softmax", "reference": REFERENCES[attention], "judged": OWN_WEIGHTS}
     workload.contender(name, **options)(step(attention, implementation))

@@ -145,17 +145,24 @@ def hidden_states(model: nn.Module, inputs: Inputs) -> Tensor:
     return model(**inputs).last_hidden_state
 
 
-def prepare(setting: Setting, inputs: Inputs, build: Callable[[Setting], nn.Module]) -> Prepared:
+Output = Callable[[nn.Module, Inputs], Tensor]
+
+
+def prepare(
+    setting: Setting, inputs: Inputs, build: Callable[[Setting], nn.Module], output: Output = hidden_states
+) -> Prepared:
     model = seeded(setting, lambda: build(setting)).requires_grad_(setting.backward)
     parameters = tuple(model.parameters()) if setting.backward else ()
-    return Prepared(lambda: hidden_states(model, inputs), parameters=parameters)
+    return Prepared(lambda: output(model, inputs), parameters=parameters)
 
 
-def in_float64(build: Callable[..., nn.Module]) -> Callable[[Setting, Inputs], Tensor]:
+def in_float64(build: Callable[..., nn.Module], output: Output = hidden_states) -> Callable[[Setting, Inputs], Tensor]:
     """The same weights with the reference attention, in float64."""
 
     def reference(setting: Setting, inputs: Inputs) -> Tensor:
-        return hidden_states(seeded(setting, lambda: build(setting, "eager"), torch.float64), inputs)
+        model = seeded(setting, lambda: build(setting, "eager"), torch.float64)
+        # Gradients of weights are not compared: without them, the matrices of softmax attention are not kept.
+        return output(model.requires_grad_(False), inputs)
 
     return reference
 
