@@ -9,6 +9,7 @@ import lra_report
 import numpy as np
 import pytest
 import run_lra
+import torch
 from datasets import ClassLabel, Dataset, Features, Image, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, pipeline
@@ -99,6 +100,13 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
         "| linear, pretrained on the task | listops | 1 | 2 | 8 | adamw | 0.0001 | 0.1 | 48 | 3 at 0.001, 15% masked |"
         in printed
     )
+
+
+def test_the_model_is_compiled(cache, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: calls.append(options) or model)
+    run(tmp_path, cache, *LISTOPS, "--attention", "linear", "--torch_compile", "--torch_compile_backend", "eager")
+    assert [(options["backend"], options["dynamic"]) for options in calls] == [("eager", True)]
 
 
 def test_a_run_goes_on(cache, tmp_path):

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The depthwise convolution and its gradients against PyTorch's convolution in float64, a different code path."""
 
+import shutil
+
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from nystrom_models.models.depthwise_convolution import depthwise_convolution
 from tests.models import formulas
@@ -57,6 +61,40 @@ def test_compiles_with_its_gradient():
             for function in (depthwise_convolution, compiled)
         ]
         torch.testing.assert_close(*results)
+
+
+def filter_and_gradients(filter_tokens, length):
+    value = torch.randn(2, length, 4, 8, generator=torch.manual_seed(length)).transpose(1, 2).requires_grad_()
+    weight = torch.randn(4, 1, 5, 1).requires_grad_()
+    output = filter_tokens(value * 2, weight)
+    return output, *torch.autograd.grad(output.square().sum(), (value, weight))
+
+
+def test_no_compiled_graph_has_a_convolution():
+    """Around a convolution on a CPU, TorchInductor lays out all tensors as those of the first batch."""
+    operators = set()
+
+    def keep(graph, _):
+        operators.update(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep)
+    compiled = torch.compile(depthwise_convolution, fullgraph=True, dynamic=True, backend=backend)
+    torch.testing.assert_close(filter_and_gradients(compiled, 20), filter_and_gradients(depthwise_convolution, 20))
+    assert torch.ops.nystrom_models.filter_channels.default in operators
+    assert torch.ops.aten.convolution.default not in operators
+
+
+@pytest.mark.slow  # a C++ compiler takes half a minute
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_gradients_of_every_length():
+    torch._dynamo.reset()
+    compiled = torch.compile(depthwise_convolution, dynamic=True)
+    for length in (40, 39, 61):
+        torch.testing.assert_close(
+            filter_and_gradients(compiled, length), filter_and_gradients(depthwise_convolution, length)
+        )
 
 
 @pytest.mark.parametrize("dtype", FORMULA_TOLERANCE, ids=str)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin, is_compiled_module
 
 import nystrom_models
 from nystrom_models.training import create_accelerator, launch
@@ -129,3 +130,11 @@ def test_half_precision_that_is_slow_is_said(monkeypatch, no_precision_yet):
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: False)
     create_accelerator("no", cpu=True)
+
+
+def test_each_run_of_a_process_is_compiled_or_not(no_precision_yet):
+    """As in a notebook, and in scripts that need the processes before the run."""
+    plugin = TorchDynamoPlugin(backend="EAGER")
+    for options, compiled in (({}, False), ({"dynamo_plugin": plugin}, True), ({}, False)):
+        model = create_accelerator(cpu=True, **options).prepare(torch.nn.Linear(2, 2))
+        assert is_compiled_module(model) == compiled

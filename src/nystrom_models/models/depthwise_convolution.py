@@ -62,8 +62,14 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
 
 
 def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
-    """The convolution on a CPU: V is read in its own layout, (B, N, H·D), channels last. This is several times as fast
-    as head by head.
+    """The convolution on a CPU."""
+    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return split_heads(_operator(value, weight) if in_graph else _filter_channels(value, weight), value.shape[1])
+
+
+def _filter_channels(value: Tensor, weight: Tensor) -> Tensor:
+    """(B, H, N, D) -> (B, N, H·D), the layout in which V is read, with channels last. This is several times as fast as
+    head by head.
 
     Half precision that oneDNN lacks on this machine is converted to float32: without oneDNN it is much slower.
     """
@@ -73,7 +79,20 @@ def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
     filters = weight.to(dtype).squeeze(3).repeat_interleave(dim, dim=0).unsqueeze(1)  # (H·D, 1, 1, kernel)
     with torch.autocast("cpu", enabled=False):
         filtered = F.conv2d(channels, filters, padding=(0, weight.shape[2] // 2), groups=heads * dim)
-    return split_heads(filtered.squeeze(2).transpose(1, 2).to(value.dtype), heads)
+    return filtered.squeeze(2).transpose(1, 2).to(value.dtype)
+
+
+# For torch.compile, which gives tensors around a convolution on a CPU the strides of the first batch, so that a batch
+# of another length fails in the backward pass (torch 2.13); it does not look into operators.
+@torch.library.custom_op("nystrom_models::filter_channels", mutates_args=())
+def _operator(value: Tensor, weight: Tensor) -> Tensor:
+    return _filter_channels(value, weight).contiguous()
+
+
+@_operator.register_fake
+def _(value: Tensor, weight: Tensor) -> Tensor:
+    batch, heads, length, dim = value.shape
+    return value.new_empty(batch, length, heads * dim)
 
 
 class _DepthwiseConvolution(torch.autograd.Function):

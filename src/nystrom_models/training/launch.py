@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, TorchDynamoPlugin
 
 from .processor import has_fast_bfloat16
 
@@ -73,6 +73,8 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
         cpu=cpu,
         **options,
     )
+    # Accelerate keeps what the first accelerator of a process was told, and ignores the plugins of later ones.
+    accelerator.state.dynamo_plugin = options.get("dynamo_plugin") or TorchDynamoPlugin()
     if sharding and accelerator.distributed_type not in sharding:
         raise RuntimeError(
             f"{sharding[0].value} was requested, but Accelerate would train without it: it shards only on GPUs, in "
