@@ -13,8 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(shell [ -t 2 ] || echo
 NEWEST := $(shell sed -n 's/^transformers==//p' constraints.txt)
 FLOOR_PINS := tests/compat/requirements-floor.txt
 FLOOR := $(CACHE)/floor
-TORCHAO_PINS := tests/models/requirements-torchao.txt
-TORCHAO := $(CACHE)/torchao
+QUANTIZATION_PINS := tests/models/requirements-quantization.txt
+QUANTIZATION := $(CACHE)/quantization
 SDIST := $(CACHE)/transformers-$(NEWEST)
 
 # Test workers share the cores: one thread each.
@@ -31,7 +31,7 @@ help: ## List the targets
 quickstart: $(VENV)/installed ## Pretrain, fill masks and fine-tune on this machine's own docstrings (minutes, no download)
 	@GOMP_SPINCOUNT=10000 $(BIN)/python examples/quickstart.py
 
-test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(TORCHAO)/installed ## Run the tests on the newest and the lowest supported Transformers
+test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(QUANTIZATION)/installed ## Run the tests on the newest and the lowest supported Transformers
 	@echo "Compatibility tests, $$(sed -n 's/==/ /p' $(FLOOR_PINS) | head -n 1)"
 	@$(ONE_THREAD) PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -q tests/compat tests/models/test_generation.py
 	@echo "All tests, transformers $(NEWEST)"
@@ -94,8 +94,8 @@ $(FLOOR)/installed: $(VENV)/installed $(FLOOR_PINS)
 	@$(PIP) install --no-deps --target $(FLOOR) --requirement $(FLOOR_PINS)
 	@touch $@
 
-$(TORCHAO)/installed: $(VENV)/installed $(TORCHAO_PINS)
-	@echo "Fetching torchao"
-	@rm -rf $(TORCHAO)
-	@$(PIP) install --no-deps --target $(TORCHAO) --requirement $(TORCHAO_PINS)
+$(QUANTIZATION)/installed: $(VENV)/installed $(QUANTIZATION_PINS)
+	@echo "Fetching torchao and bitsandbytes"
+	@rm -rf $(QUANTIZATION)
+	@$(PIP) install --no-deps --target $(QUANTIZATION) --requirement $(QUANTIZATION_PINS)
 	@touch $@

@@ -2,18 +2,12 @@
 """Modules with parameters are called, not read directly: hooks, adapters, offload and quantization depend on it."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from tests.models.options import HEADS, OPTIONS, TOLERANCE, make_model, padded_inputs, relative_error, result
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -113,31 +107,3 @@ def test_quantized_layers(option):
     replace_linear(packed, PackedLinear)
     for quantized in (dynamic, packed):
         assert 1e-6 < relative_error(result(quantized, inputs), exact) < 0.2
-
-
-TORCHAO = """
-import torch
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
-from tests.models.options import OPTIONS, make_model, padded_inputs, relative_error, result
-
-for option in OPTIONS:
-    torch.manual_seed(0)
-    model = make_model(option, "ForSequenceClassification")
-    inputs = padded_inputs("ForSequenceClassification")
-    exact = result(model, inputs)
-    quantize_(model, Int8WeightOnlyConfig(version=2))
-    assert type(model.classifier.out_proj.weight.data) is not torch.Tensor
-    with torch.no_grad():
-        assert 1e-6 < relative_error(result(model, inputs), exact) < 0.2, option
-"""
-
-
-def test_weights_quantized_by_torchao():
-    """In a separate process, because Transformers imports torchao if it is installed, and it prints warnings."""
-    folder = ROOT / ".cache" / "torchao"
-    if not folder.is_dir():
-        pytest.fail(f"torchao is not in {folder}; `make test` fetches it, or alone: make .cache/torchao/installed")
-    paths = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    ran = subprocess.run([sys.executable, "-c", TORCHAO], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]

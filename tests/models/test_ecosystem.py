@@ -2,6 +2,8 @@
 """The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, TRL, Captum, sentence-transformers,
 graphs."""
 
+import shutil
+
 import pytest
 import torch
 from datasets import Dataset
@@ -320,20 +322,62 @@ def test_compile_without_graph_breaks(option):
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
+EXAMPLE = {"input_ids": torch.ones(2, 20, dtype=torch.long), "attention_mask": torch.ones(2, 20, dtype=torch.long)}
+
+
+def export(model, names=tuple(EXAMPLE)):
+    """A program for these inputs, for up to 512 rows of up to 64 tokens."""
+    shape = {0: torch.export.Dim("batch", min=1, max=512), 1: torch.export.Dim("length", min=1, max=64)}
+    inputs = {name: EXAMPLE[name] for name in names}
+    return torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, shape))
+
+
+def check_every_size(exported, model, names=tuple(EXAMPLE)):
+    for batch, length in ((1, 1), (3, 5), (2, 16), (4, 33), (1, 64)):
+        new = {"input_ids": torch.randint(3, 99, (batch, length))}
+        if "attention_mask" in names:
+            new["attention_mask"] = torch.ones_like(new["input_ids"])
+            new["attention_mask"][0, : length // 3] = 0
+        assert relative_error(exported(**new).logits, model(**new).logits) < 1e-5
+
+
 @pytest.mark.parametrize("option", slow_but("nystromformer-landmarks", "linear-causal"))
 @torch.no_grad()
 def test_export_with_dynamic_batch_and_length(option):
     model = shallow(option)
-    ids, mask = torch.randint(3, 99, (2, 20)), torch.ones(2, 20, dtype=torch.long)
-    shape = {0: torch.export.Dim("batch", min=1, max=512), 1: torch.export.Dim("length", min=1, max=64)}
-    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
-        exported = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, shape)).module()
-        for batch, length in ((1, 1), (3, 5), (2, 16), (4, 33), (1, 64)):
-            new = {"input_ids": torch.randint(3, 99, (batch, length))}
-            if "attention_mask" in inputs:
-                new["attention_mask"] = torch.ones_like(new["input_ids"])
-                new["attention_mask"][0, : length // 3] = 0
-            assert relative_error(exported(**new).logits, model(**new).logits) < 1e-5
+    for names in (["input_ids"], list(EXAMPLE)):
+        check_every_size(export(model, names).module(), model, names)
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.slow  # one to two minutes for each
+@pytest.mark.parametrize("option", FAMILIES)
+def test_training_compiled_by_the_default_back_end(option):
+    model = shallow(option)
+    compiled = torch.compile(model, dynamic=True)
+    for batch, length in ((3, 24), (4, 21), (3, 9)):
+        ids = torch.randint(3, 99, (batch, length))
+        mask = torch.ones_like(ids)
+        mask[0, length // 2 :] = 0
+        gradients = []
+        for run in (model, compiled):
+            model.zero_grad()
+            run(ids, attention_mask=mask, labels=ids).loss.backward()
+            gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+        assert relative_error(*reversed(gradients)) < 1e-5
+
+
+@needs_compiler
+@pytest.mark.slow  # half a minute for each
+@pytest.mark.parametrize("option", FAMILIES)
+@torch.no_grad()
+def test_programs_compiled_ahead_of_time(option, tmp_path):
+    model = shallow(option)
+    package = torch._inductor.aoti_compile_and_package(export(model), package_path=str(tmp_path / "model.pt2"))
+    check_every_size(torch._inductor.aoti_load_package(package), model)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
