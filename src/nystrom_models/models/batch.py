@@ -244,17 +244,26 @@ def packed_documents(shape: tuple[int, int], cu_seq_lens: Tensor | None, positio
     Args:
         cu_seq_lens: (D + 1,) ints, the tokens before each of D documents, and all tokens of the batch, B N, as
             FlashAttention names them; None if they are not known.
-        position_ids: (B, N), those of packed documents start again; None if they do not tell. Graphs cannot know.
+        position_ids: (B, N), those of packed documents start again; None if they do not tell.
 
-    Raises ValueError for lengths of other rows.
+    Raises ValueError for lengths of other rows. A graph of torch.compile cannot divide rows: it raises RuntimeError
+    when it runs with `position_ids` that start again. An exported graph does not notice them.
     """
     if cu_seq_lens is not None:
         check_cumulative_lengths(cu_seq_lens, shape)
         tokens = torch.arange(shape[0] * shape[1], dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
         return torch.searchsorted(cu_seq_lens[1:].contiguous(), tokens, right=True).view(shape)
-    if position_ids is None or not depends_on_values(position_ids):
+    if position_ids is None:
         return None
     restarts = position_ids.diff(dim=-1, prepend=position_ids[..., :1] - 1) < 1
+    if not depends_on_values(position_ids):
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            torch._assert_async(
+                ~restarts.any(),
+                "position_ids start again within a row, so it holds several documents, which a graph cannot keep "
+                "apart: call the model without compiling.",
+            )
+        return None
     return restarts.cumsum(dim=-1).expand(shape) if restarts.any() else None
 
 
