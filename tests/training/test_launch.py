@@ -132,6 +132,19 @@ def test_half_precision_that_is_slow_is_said(monkeypatch, no_precision_yet):
     create_accelerator("no", cpu=True)
 
 
+def test_a_precision_that_is_kept_is_said(monkeypatch, no_precision_yet, recwarn):
+    monkeypatch.setattr(launch, "has_fast_bfloat16", lambda: True)
+    create_accelerator("bf16", cpu=True)
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match="computes in bf16, because an earlier run did.*--mixed_precision no, start a"
+    ):
+        create_accelerator()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    create_accelerator()
+    assert not recwarn
+
+
 def test_each_run_of_a_process_is_compiled_or_not(no_precision_yet):
     """As in a notebook, and in scripts that need the processes before the run."""
     plugin = TorchDynamoPlugin(backend="EAGER")

@@ -75,6 +75,13 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
     )
     # Accelerate keeps what the first accelerator of a process was told, and ignores the plugins of later ones.
     accelerator.state.dynamo_plugin = options.get("dynamo_plugin") or TorchDynamoPlugin()
+    by_default = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed_precision is None and accelerator.mixed_precision != by_default and not sharding:
+        warnings.warn(
+            f"This process computes in {accelerator.mixed_precision}, because an earlier run did: Accelerate keeps "
+            f"the precision. For --mixed_precision {by_default}, start a new process.",
+            stacklevel=2,
+        )
     if sharding and accelerator.distributed_type not in sharding:
         raise RuntimeError(
             f"{sharding[0].value} was requested, but Accelerate would train without it: it shards only on GPUs, in "
