@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The depthwise convolution and its gradients against PyTorch's convolution in float64, a different code path."""
 
-import shutil
-
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from nystrom_models.models.depthwise_convolution import depthwise_convolution
+from tests.compiler import needs_compiler
 from tests.models import formulas
 from tests.models.options import relative_error
 
@@ -86,8 +85,8 @@ def test_no_compiled_graph_has_a_convolution():
     assert torch.ops.aten.convolution.default not in operators
 
 
-@pytest.mark.slow  # a C++ compiler takes half a minute
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@needs_compiler
+@pytest.mark.slow  # half a minute
 def test_compiled_gradients_of_every_length():
     torch._dynamo.reset()
     compiled = torch.compile(depthwise_convolution, dynamic=True)

@@ -2,8 +2,6 @@
 """The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, TRL, Captum, sentence-transformers,
 graphs."""
 
-import shutil
-
 import pytest
 import torch
 from datasets import Dataset
@@ -20,6 +18,7 @@ from transformers import (
 )
 
 from nystrom_models.data import causal_tokenizer
+from tests.compiler import needs_compiler
 from tests.models.options import make_model, relative_error
 
 FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
@@ -347,9 +346,6 @@ def test_export_with_dynamic_batch_and_length(option):
     model = shallow(option)
     for names in (["input_ids"], list(EXAMPLE)):
         check_every_size(export(model, names).module(), model, names)
-
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from .input_checks import check_cumulative_lengths
 from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
-from .tracing import depends_on_values
+from .tracing import depends_on_values, is_compiling
 
 # From this share of padding on, only the valid tokens are computed. Below it, copying the tokens into rows for the
 # attention and back takes about as long as the linear layers would save.
@@ -257,7 +257,7 @@ def packed_documents(shape: tuple[int, int], cu_seq_lens: Tensor | None, positio
         return None
     restarts = position_ids.diff(dim=-1, prepend=position_ids[..., :1] - 1) < 1
     if not depends_on_values(position_ids):
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if is_compiling():
             torch._assert_async(
                 ~restarts.any(),
                 "position_ids start again within a row, so it holds several documents, which a graph cannot keep "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .token_layout import split_heads
-from .tracing import depends_on_values, takes_own_gradients
+from .tracing import depends_on_values, is_compiling, takes_own_gradients
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # oneDNN convolves in bfloat16, summing in float32, from AVX-512 on.
@@ -63,8 +63,8 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
 
 def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
     """The convolution on a CPU."""
-    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    return split_heads(_operator(value, weight) if in_graph else _filter_channels(value, weight), value.shape[1])
+    run = _operator if is_compiling() else _filter_channels
+    return split_heads(run(value, weight), value.shape[1])
 
 
 def _filter_channels(value: Tensor, weight: Tensor) -> Tensor:

@@ -18,6 +18,12 @@ def takes_own_gradients() -> bool:
     return not torch.jit.is_tracing()
 
 
+def is_compiling() -> bool:
+    """Whether `torch.compile` records a graph, which may hold this package's operators. An exported graph may not:
+    other programs must be able to run it."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for several, under `torch.func.vmap`."""
     functorch = torch._C._functorch
