@@ -30,7 +30,14 @@ from torch import Tensor
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-from .masked_attention import Attend, attend, attention_weights, softmax_attention_map, visible_keys
+from .masked_attention import (
+    Attend,
+    attend,
+    attend_within_rows,
+    attention_weights,
+    softmax_attention_map,
+    visible_keys,
+)
 from .precise_product import multiply
 from .token_layout import gather_tokens, merge_heads, positions_by_rank, split_heads, take_tokens
 
@@ -311,7 +318,7 @@ def nystrom_attention(
     Returns: (B, H, N, D). Values at invalid tokens are finite, but meaningless.
     """
     if _is_exact(query, num_landmarks):
-        return attend(query, key, value, mask, dropout_p, skip)
+        return attend_within_rows(query, key, value, mask, dropout_p, skip, attend)
     landmarks = _landmarks(query, key, mask, num_landmarks, pinv_iterations, segments)
     seen = attend(landmarks.query, key, value, mask)  # B V
     landmark_values = (landmarks.pinv @ seen.to(landmarks.pinv.dtype)).to(value.dtype)

@@ -20,6 +20,9 @@ from .tracing import depends_on_values
 # softmax(query keyᵀ / √D) value, with the arguments of `attend`.
 Attend = Callable[..., Tensor]
 
+# A call for each row costs about as much as this many scores on a CPU; measured for 2 and 12 heads: 30,000 to 60,000.
+SCORES_OF_A_CALL = 2**17
+
 
 def visible_keys(key_mask: Tensor | None) -> Tensor | None:
     """(B, 1, 1, K): the valid keys. In a row without a valid key, all keys, so that attention stays finite."""
@@ -57,9 +60,66 @@ def attend(
     return context if skip is None else context + skip
 
 
-def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(query keyᵀ / √D) value over the keys up to each query itself, (B, H, N, D); padding must come last."""
+def attend_causally(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(query keyᵀ / √D) value over the keys up to each query itself, (B, H, N, D).
+
+    mask: (B, N) bool or None for all valid. Padding must come last.
+    """
+    return attend_within_rows(query, key, value, mask, attend=_attend_to_earlier)
+
+
+def _attend_to_earlier(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def attend_within_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    skip: Tensor | None = None,
+    attend: Attend = attend,
+) -> Tensor:
+    """`attend` of the tokens of each row to each other (N = K), for which padded tokens need no result.
+
+    On a CPU, rows of unequal lengths are computed one by one, each at its own length, where this takes less time.
+
+    Returns: (B, H, N, D). Values at invalid tokens are finite, but meaningless.
+    """
+    lengths = _unequal_lengths(query, mask)
+    if lengths is None:
+        return attend(query, key, value, mask, dropout_p, skip)
+    rows = zip(*(states.split(1) for states in (query, key, value)), lengths, strict=True)
+    contexts = (
+        attend(*(part.narrow(2, 0, length) for part in row), None, dropout_p)  # shape (1, H, length, D)
+        for *row, length in rows
+    )
+    if skip is not None and not torch.is_grad_enabled():
+        for sums, context, length in zip(skip, contexts, lengths, strict=True):
+            sums[:, :length] += context[0]
+        return skip
+    width = query.shape[2]
+    context = torch.cat([F.pad(context, (0, 0, 0, width - context.shape[2])) for context in contexts])
+    return context if skip is None else context + skip
+
+
+def _unequal_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
+    """The lengths of the rows, at least 1, if it takes less time to compute them one by one; otherwise None.
+
+    query: (B, H, N, D). mask: (B, N) bool or None. Valid tokens must come first in each row.
+    """
+    if mask is None or query.device.type != "cpu" or not depends_on_values(query) or not depends_on_values(mask):
+        return None
+    batch, heads, width = query.shape[:3]
+    if heads * width**2 < SCORES_OF_A_CALL:
+        return None
+    valid = mask.sum(dim=-1, keepdim=True)
+    if not (mask == (torch.arange(width, device=mask.device) < valid)).all():
+        return None
+    lengths: list[int] = valid.flatten().clamp_min(1).tolist()
+    spared = heads * (batch * width**2 - sum(length**2 for length in lengths))
+    return lengths if spared > batch * SCORES_OF_A_CALL else None
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from .attention_linear import (
 from .batch import Batch
 from .causal_head import BaseForCausalLM
 from .configuration_linear_transformer import LinearTransformerConfig
-from .masked_attention import attend, attend_causally, softmax_attention_map
+from .masked_attention import attend, attend_causally, attend_within_rows, softmax_attention_map
 from .modeling_base import BaseModel, BasePreTrainedModel
 from .pretraining_heads import BaseForMaskedLM, BaseForPreTraining
 from .recurrent_cache import State, read_state, write_state
@@ -116,10 +116,10 @@ class LinearTransformerSelfAttention(SelfAttention):
             # The context is computed from the map that is returned, so that gradients reach the map.
             context = attention_map @ value
         elif causal:
-            context = attend_causally(query, key, value)
+            context = attend_causally(query, key, value, batch.mask)
         else:
             by_softmax = attend if self.config._attn_implementation == KERNELS else self.softmax_attention
-            context = by_softmax(query, key, value, batch.mask)
+            context = attend_within_rows(query, key, value, batch.mask, attend=by_softmax)
         return context if skip is None else context + skip
 
 
