@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening
 
+from nystrom_models.models import input_checks
 from nystrom_models.models.batch import first_of_document
 from tests.models.options import OPTIONS, TOLERANCE, make_model, padded_inputs, relative_error
 
@@ -75,6 +76,37 @@ def test_positions_that_restart_are_documents(option):
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     padded = model(ids, attention_mask=mask, position_ids=positions).logits
     assert torch.equal(padded, model(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-headwise", "linear-causal"])
+def test_an_encoder_warns_of_positions_that_start_again(option, monkeypatch):
+    """Alone, they do not tell whether rows are packed: the tokens of a BERT see all of the row."""
+    said = []
+    monkeypatch.setattr(input_checks.logger, "warning_once", said.append)
+    model = make_model(option)
+    collate = DataCollatorWithFlattening(position_ids_start=model.config.first_position)
+    batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 10, 11]}])
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    rising = torch.arange(7)[None] + model.config.first_position
+    model(ids)
+    model(ids, position_ids=rising)
+    model(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+    model(ids, position_ids=positions, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1, 1]]))
+    if not model.config.is_decoder:
+        torch.compile(model, backend="eager")(ids, position_ids=positions)
+    assert not said
+    states = model(ids, position_ids=positions).last_hidden_state
+    if model.config.is_decoder:
+        assert not said
+        return
+    assert len(said) == 1 and "give seq_idx" in said[0]
+    assert not torch.equal(states[:, :3], model(ids[:, :3]).last_hidden_state)
+    # What the warning names keeps them apart.
+    collate = DataCollatorWithFlattening(return_seq_idx=True, return_position_ids=False)
+    batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 10, 11]}])
+    del batch["labels"]
+    apart = model(**batch).last_hidden_state
+    assert relative_error(apart[:, :3], model(ids[:, :3]).last_hidden_state) < TOLERANCE[torch.float32]
 
 
 LENGTHS = "return_flash_attn_kwargs"

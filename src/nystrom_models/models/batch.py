@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .input_checks import check_cumulative_lengths
+from .input_checks import check_cumulative_lengths, positions_start_again
 from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
 from .tracing import depends_on_values, is_compiling
@@ -255,7 +255,7 @@ def packed_documents(shape: tuple[int, int], cu_seq_lens: Tensor | None, positio
         return torch.searchsorted(cu_seq_lens[1:].contiguous(), tokens, right=True).view(shape)
     if position_ids is None:
         return None
-    restarts = position_ids.diff(dim=-1, prepend=position_ids[..., :1] - 1) < 1
+    restarts = positions_start_again(position_ids)
     if not depends_on_values(position_ids):
         if is_compiling():
             torch._assert_async(

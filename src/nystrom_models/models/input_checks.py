@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .configuration_base import BaseConfig
 from .tracing import depends_on_values
+
+logger = logging.get_logger(__name__)
 
 # Arguments that Transformers' tools pass to every model, and that the base model does not need.
 _IGNORED_ARGUMENTS = ("num_items_in_batch", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -150,6 +153,20 @@ def check_positions(positions: Tensor, limit: int) -> None:
         f"With the tokens before, the sequence is longer than max_position_embeddings={limit}: generate fewer tokens, "
         f"or raise the limit by resize_position_embeddings({2 * limit}).",
     )
+
+
+def positions_start_again(position_ids: Tensor) -> Tensor:
+    """Where positions (..., N) int64 do not rise, (..., N) bool: in packed rows, at the first tokens of documents."""
+    return position_ids.diff(dim=-1, prepend=position_ids[..., :1] - 1) < 1
+
+
+def warn_of_mixed_documents(position_ids: Tensor) -> None:
+    """Warns once if positions start again in the rows of an encoder, which may be packed rows: it cannot know."""
+    if depends_on_values(position_ids) and positions_start_again(position_ids).any():
+        logger.warning_once(
+            "position_ids start again within a row, and all tokens of the row see each other. If it holds several "
+            "documents, give seq_idx: DataCollatorWithFlattening(return_seq_idx=True, return_position_ids=False)."
+        )
 
 
 def check_attention_rows(rows: Tensor, batch: int, length: int) -> None:

@@ -28,6 +28,7 @@ from .input_checks import (
     reject_arguments,
     reject_cache,
     require_one_input,
+    warn_of_mixed_documents,
 )
 from .layers import LayerStack
 from .pooling import pool
@@ -294,6 +295,8 @@ class BaseModel(BasePreTrainedModel):
             seq_idx = packed_documents(shape, cu_seq_lens_q, position_ids if may_restart else None)
         if seq_idx is not None:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
+        elif position_ids is not None and attention_mask is None and not self.config.is_decoder:
+            warn_of_mixed_documents(position_ids)
         # A map has rows and columns of all N tokens.
         pack = self.config.unpad_inputs and not output_attentions
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)
