@@ -28,6 +28,8 @@ Documents = Mapping[str, Dataset | IterableDataset]
 Config = TypeVar("Config", bound=PretrainedConfig)
 
 _NEXT_FIELD = re.compile(r",(?=\w+=)")  # a comma that does not separate the numbers of a list
+_NONE = re.compile(r"\b(none|None|null)\b")
+_NUMBERS = {int: "a whole number", float: "a number"}
 
 
 @dataclass(kw_only=True)
@@ -117,7 +119,8 @@ def read_config(
 def override(config: Config, overrides: str | None) -> Config:
     """The configuration with the fields of --config_overrides, `name=value,name=value`.
 
-    Values are read as Transformers reads them; `none` and JSON lists are taken, too, for fields that may have them.
+    Values are read as Transformers reads them; `none` (or `None`, `null`) and JSON lists are taken, too, for fields
+    that may have them.
 
     Raises:
         ValueError: if there is no such field, or the fields do not fit together.
@@ -132,11 +135,18 @@ def override(config: Config, overrides: str | None) -> Config:
                 raise ValueError(f"{item!r} must be a field of {type(config).__name__} with a value, name=value")
             if "," in text and not text.startswith("["):
                 raise ValueError(f"write a list as {name}=[{text}], and else name=value,name=value")
-            is_none = text == "none" and name in may_be_none
-            if is_none or text.startswith("[") or isinstance(getattr(config, name), list | None):
+            value = getattr(config, name)
+            is_none = name in may_be_none and _NONE.fullmatch(text) is not None
+            if is_none or text.startswith("[") or isinstance(value, list | None):
                 setattr(config, name, _parsed(text))
-            else:
+                continue
+            try:
                 config.update_from_string(item)
+            except ValueError as error:
+                if type(value) not in _NUMBERS:
+                    raise
+                expected = _NUMBERS[type(value)] + (" or none" if name in may_be_none else "")
+                raise ValueError(f"{name} must be {expected}, not {text}") from error
     except (AttributeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"--config_overrides {overrides!r}: {error}.") from error
     return type(config).from_dict(config.to_dict())  # checks the fields together
@@ -145,7 +155,7 @@ def override(config: Config, overrides: str | None) -> Config:
 def _parsed(text: str) -> Any:
     """None, a number, a list or a name."""
     try:
-        return json.loads(text.replace("none", "null"))
+        return json.loads(_NONE.sub("null", text))
     except ValueError:
         return text
 
