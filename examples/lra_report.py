@@ -49,12 +49,15 @@ def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
 
 def attention_of(config: Mapping[str, Any]) -> str:
     """The attention of a saved configuration, with the settings for which it has its own row in the table."""
+    standard = None
     if config["model_type"] == "linformer":
-        return f"Linformer-{config['projected_dim']}"
-    if config["model_type"] == "linear_transformer":
-        return "linear" if config["feature_map"] == "elu" else f"linear ({config['feature_map']})"
-    name = "softmax" if config["num_landmarks"] is None else f"Nyström-{config['num_landmarks']}"
-    standard = None if config["num_landmarks"] is None else 35
+        name = f"Linformer-{config['projected_dim']}"
+    elif config["model_type"] == "linear_transformer":
+        name = "linear" if config["feature_map"] == "elu" else f"linear ({config['feature_map']})"
+    elif config["num_landmarks"] is None:
+        name = "softmax"
+    else:
+        name, standard = f"Nyström-{config['num_landmarks']}", 35
     if config["conv_kernel_size"] != standard:
         name += f", convolution {config['conv_kernel_size'] or 'none'}"
     return name

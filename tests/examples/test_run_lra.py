@@ -15,7 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, pipeline
 
 import nystrom_models  # noqa: F401 - registers the families
-from nystrom_models.data.lra import aan, cifar
+from nystrom_models.data.lra import ARENA_TASKS, aan, cifar
 from nystrom_models.data.lra.pictures import to_text
 from nystrom_models.training import long_range_arena
 from tests.training.processes import finish, start
@@ -288,6 +288,24 @@ def test_shorter_expressions_first(cache, tmp_path, capsys):
     written["arguments"]["model_name_or_path"] = str(last)
     (last / "all_results.json").write_text(json.dumps(written))
     assert list(lra_report.collect([str(last)])) == [(f"Nystr\u00f6m-8, from {last}", "listops")]
+
+
+@pytest.mark.parametrize(
+    ("attention", "row", "other"),
+    [
+        ("softmax", "softmax", 35),
+        ("nystrom", "Nystr\u00f6m-64", None),
+        ("linformer", "Linformer-256", 35),
+        ("linear", "linear", 35),
+    ],
+)
+def test_a_convolution_has_its_own_row(attention, row, other):
+    """On ListOps, it gives more than the kind of attention does."""
+    tokenizer = ARENA_TASKS["listops"].tokenizer(2000)
+    config = long_range_arena.arena_config("listops", attention, tokenizer, 2000)
+    assert lra_report.attention_of(config.to_dict()) == row
+    config.conv_kernel_size = other
+    assert lra_report.attention_of(config.to_dict()) == f"{row}, convolution {other or 'none'}"
 
 
 def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
