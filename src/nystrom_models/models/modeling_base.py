@@ -290,13 +290,14 @@ class BaseModel(BasePreTrainedModel):
                 "output_attentions needs all tokens at once, but past_key_values holds only a sum over earlier "
                 "tokens: use use_cache=False."
             )
+        # Rows with neither a mask nor a cache may hold several documents.
+        packed_positions = position_ids if attention_mask is None and cache is None else None
         if seq_idx is None:
-            may_restart = self.config.is_decoder and attention_mask is None and cache is None
-            seq_idx = packed_documents(shape, cu_seq_lens_q, position_ids if may_restart else None)
+            seq_idx = packed_documents(shape, cu_seq_lens_q, packed_positions if self.config.is_decoder else None)
         if seq_idx is not None:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
-        elif position_ids is not None and attention_mask is None and not self.config.is_decoder:
-            warn_of_mixed_documents(position_ids)
+        elif packed_positions is not None and not self.config.is_decoder:
+            warn_of_mixed_documents(packed_positions)
         # A map has rows and columns of all N tokens.
         pack = self.config.unpad_inputs and not output_attentions
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)

@@ -135,21 +135,26 @@ def override(config: Config, overrides: str | None) -> Config:
                 raise ValueError(f"{item!r} must be a field of {type(config).__name__} with a value, name=value")
             if "," in text and not text.startswith("["):
                 raise ValueError(f"write a list as {name}=[{text}], and else name=value,name=value")
-            value = getattr(config, name)
-            is_none = name in may_be_none and _NONE.fullmatch(text) is not None
-            if is_none or text.startswith("[") or isinstance(value, list | None):
-                setattr(config, name, _parsed(text))
-                continue
-            try:
-                config.update_from_string(item)
-            except ValueError as error:
-                if type(value) not in _NUMBERS:
-                    raise
-                expected = _NUMBERS[type(value)] + (" or none" if name in may_be_none else "")
-                raise ValueError(f"{name} must be {expected}, not {text}") from error
+            _set_field(config, name, text, may_be_none=name in may_be_none)
     except (AttributeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"--config_overrides {overrides!r}: {error}.") from error
     return type(config).from_dict(config.to_dict())  # checks the fields together
+
+
+def _set_field(config: PretrainedConfig, name: str, text: str, may_be_none: bool) -> None:
+    """Sets a field to the value that a text stands for; raises ValueError if it stands for none of the field's."""
+    value = getattr(config, name)
+    is_none = may_be_none and _NONE.fullmatch(text) is not None
+    if is_none or text.startswith("[") or isinstance(value, list | None):
+        setattr(config, name, _parsed(text))
+        return
+    try:
+        config.update_from_string(f"{name}={text}")
+    except ValueError as error:
+        if type(value) not in _NUMBERS:
+            raise
+        expected = _NUMBERS[type(value)] + (" or none" if may_be_none else "")
+        raise ValueError(f"{name} must be {expected}, not {text}") from error
 
 
 def _parsed(text: str) -> Any:
