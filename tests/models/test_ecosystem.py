@@ -179,6 +179,36 @@ def test_lora(folder, tmp_path):
     assert relative_error(again(input_ids=ids).logits, tuned) < 1e-6
 
 
+@pytest.mark.parametrize("option", [*FAMILIES, "linear-causal"])
+def test_lora_with_trained_tokens(option, tmp_path):
+    """Added tokens are trained beside the adapters, in the tied head too; all other words stay as they are."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def base():
+        torch.manual_seed(0)
+        model = make_model(option, "ForCausalLM" if option == "linear-causal" else "ForMaskedLM")
+        model.resize_token_embeddings(101, mean_resizing=False)
+        if (bias := model.get_output_embeddings().bias) is not None:
+            bias.data.zero_()  # PEFT leaves out the bias of a head with tied weights, of a BERT too
+        return model
+
+    ids = torch.tensor([[5, 99, 7, 100, 9]])
+    config = LoraConfig(target_modules=["query", "value"], trainable_token_indices={"word_embeddings": [99, 100]})
+    model = get_peft_model(base(), config).train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    tuned = model.eval()(input_ids=ids).logits
+    model.save_pretrained(tmp_path)
+    assert relative_error(PeftModel.from_pretrained(base(), tmp_path).eval()(input_ids=ids).logits, tuned) < 1e-6
+    merged = model.merge_and_unload().eval()
+    assert relative_error(merged(input_ids=ids).logits, tuned) < 1e-5
+    changed = (merged.get_input_embeddings().weight != base().get_input_embeddings().weight).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [99, 100]
+
+
 @pytest.mark.parametrize(
     "packing", [{"padding_free": True}, {"packing": True}], ids=lambda options: next(iter(options))
 )

@@ -275,7 +275,8 @@ class BaseModel(BasePreTrainedModel):
         cache = self._cache(past_key_values, use_cache)
         inputs = require_one_input(input_ids, inputs_embeds)
         seen = read_state(cache, 0, State.TOKENS)
-        num_words = self.embeddings.word_embeddings.num_embeddings
+        # Adapters stand in the place of the table, some without its size.
+        num_words = getattr(self.embeddings.word_embeddings, "num_embeddings", self.config.vocab_size)
         shape = check_inputs(self.config, inputs, token_type_ids, position_ids, num_words, seen)
         if input_ids is not None and not input_ids.is_meta:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
