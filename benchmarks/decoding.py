@@ -19,6 +19,7 @@ from benchmarks.measure import interleave, spread
 from benchmarks.runners import peak_memory
 from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
 from nystrom_models.models.attention_linear import elu_features, linear_attention
+from nystrom_models.models.recurrent_cache import CACHE
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 1000
 # Shown in the tables.
@@ -96,8 +97,8 @@ def check(device: str) -> None:
     place = Place(device)
     model, ids = linear_transformer(place), random_tokens(80, place)
     whole = model(ids).logits[:, 64:]
-    cache = model(ids[:, :64], use_cache=True).past_key_values
-    steps = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(64, 80)], dim=1)
+    cache = getattr(model(ids[:, :64], use_cache=True), CACHE)
+    steps = torch.cat([model(ids[:, i : i + 1], cache=cache).logits for i in range(64, 80)], dim=1)
     if (steps - whole).abs().max() > 1e-5 * whole.abs().max():
         raise RuntimeError("The steps of the recurrence differ from the whole sequence: times would mean nothing.")
 
@@ -115,11 +116,11 @@ class Decoder:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        given = {}
+        given = {CACHE: self.cache}
         if self.place is not None:
-            given = {"position_ids": torch.tensor([[self.place]], device=self.token.device)}
+            given["position_ids"] = torch.tensor([[self.place]], device=self.token.device)
             self.place += 1
-        out = self.model(self.token, past_key_values=self.cache, use_cache=True, **given)
+        out = self.model(self.token, use_cache=True, **given)
         self.token = out.logits[:, -1:].argmax(dim=-1)
 
 
@@ -127,7 +128,7 @@ class Decoder:
 def recurrent_decoder(length: int, place: Place) -> Decoder:
     model, ids, cache = linear_transformer(place), random_tokens(length, place), None
     for part in ids.split(PREFILL_CHUNK, dim=1):
-        cache = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        cache = getattr(model(part, cache=cache, use_cache=True, logits_to_keep=1), CACHE)
     return Decoder(model, cache)
 
 

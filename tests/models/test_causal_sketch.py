@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from nystrom_models.models.configuration_base import BaseConfig
 from nystrom_models.models.modeling_base import BaseModel, BasePreTrainedModel
-from nystrom_models.models.recurrent_cache import State, read_state, write_state
+from nystrom_models.models.recurrent_cache import CACHE, State, read_state, write_state
 from nystrom_models.models.self_attention import SelfAttention
 from tests.models.options import TINY, TOLERANCE, relative_error
 
@@ -74,8 +74,8 @@ def test_prefill_and_steps_are_the_whole(sizes, padding):
         stop = min(start + size, LENGTH)
         if start < stop:
             part = ids[:, start:stop]
-            outputs = model(part, attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
-            cache = outputs.past_key_values
+            outputs = model(part, attention_mask=mask[:, :stop], cache=cache, use_cache=True)
+            cache = getattr(outputs, CACHE)
             parts.append(outputs.last_hidden_state)
         start = stop
     assert isinstance(cache, DynamicCache)

@@ -22,6 +22,7 @@ from transformers import (
 
 import nystrom_models
 from nystrom_models.models.causal_head import next_labels
+from nystrom_models.models.recurrent_cache import CACHE
 from tests.models.options import TOLERANCE, make_model, relative_error
 
 OPTIONS = ("linear-causal", "linear-causal_sinusoidal")
@@ -48,6 +49,10 @@ def greedy(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, **{"do_sample": False, "max_new_tokens": NEW} | options)
 
 
+def cache_of(outputs):
+    return getattr(outputs, CACHE)
+
+
 # ---- states ----
 
 
@@ -66,8 +71,8 @@ def test_prefill_and_steps_are_the_whole(data):
     for start, stop in zip([0, *cuts], [*cuts, LENGTH], strict=True):
         # The mask of all tokens so far, as in Transformers, or of only these tokens.
         first = data.draw(st.sampled_from([0, start]))
-        part = model(ids[:, start:stop], attention_mask=mask[:, first:stop], past_key_values=cache, use_cache=True)
-        cache = part.past_key_values
+        part = model(ids[:, start:stop], attention_mask=mask[:, first:stop], cache=cache, use_cache=True)
+        cache = cache_of(part)
         parts.append(part.logits)
     assert isinstance(cache, DynamicCache)
     valid = mask.bool()
@@ -85,7 +90,7 @@ def test_the_states_do_not_grow():
     model = make("linear-causal_sinusoidal", max_position_embeddings=None)
     cache, sizes = None, set()
     for length in (1, 1, 700, 3000, 1):
-        cache = model(torch.randint(3, 99, (2, length)), past_key_values=cache, use_cache=True).past_key_values
+        cache = cache_of(model(torch.randint(3, 99, (2, length)), cache=cache, use_cache=True))
         sizes.add(bytes_of(cache))
     # 2 layers, 2 rows, 4 heads of 16 features and 8 + 1 sums; and the numbers of tokens.
     assert sizes == {2 * 2 * 4 * 16 * 9 * 4 + 2 * 2 * 8}
@@ -108,13 +113,13 @@ def test_states_carry_no_gradient_and_the_call_does():
     model = make()
     ids = torch.randint(3, 99, (1, LENGTH))
     first = model(ids[:, :10], use_cache=True)
-    second = model(ids[:, 10:], past_key_values=first.past_key_values, use_cache=True)
-    model(ids[:, :3], past_key_values=first.past_key_values, use_cache=True)
+    second = model(ids[:, 10:], cache=cache_of(first), use_cache=True)
+    model(ids[:, :3], cache=cache_of(first), use_cache=True)
     second.logits.square().sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
     assert not any(
         state.requires_grad
-        for layer in first.past_key_values.layers
+        for layer in cache_of(first).layers
         for state in layer.recurrent_states.values()
         if state is not None
     )
@@ -161,7 +166,7 @@ def test_every_way_to_decode_is_that_without_a_cache(options):
     scored = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True, **options
     )
-    assert torch.equal(scored.sequences, outs[0]) and isinstance(scored.past_key_values, DynamicCache)
+    assert torch.equal(scored.sequences, outs[0]) and isinstance(cache_of(scored), DynamicCache)
 
 
 @each_option
@@ -174,8 +179,8 @@ def test_a_cache_is_given_back_and_continued(option):
         whole = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long)], dim=1)
         # The whole sequence, of which the cache contains all but the last token; or only that token.
         for tokens in (first.sequences, first.sequences[:, -1:]):
-            cache = copy.deepcopy(first.past_key_values)
-            out = greedy(model, tokens, whole, past_key_values=cache)
+            cache = copy.deepcopy(cache_of(first))
+            out = greedy(model, tokens, whole, **{CACHE: cache})
             assert torch.equal(out[:, -NEW:], once[:, -NEW:])
 
 
@@ -184,8 +189,8 @@ def test_a_cache_is_filled_by_a_call_and_then_generates():
     ids, _ = prompts()
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
-    assert torch.equal(greedy(model, ids, past_key_values=cache), greedy(model, ids))
+        model(ids[:, :10], cache=cache)
+    assert torch.equal(greedy(model, ids, **{CACHE: cache}), greedy(model, ids))
 
 
 @each_option
@@ -196,7 +201,7 @@ def test_long_prompts_are_read_in_parts(option, size):
     assert torch.equal(greedy(model, ids, mask, prefill_chunk_size=size), greedy(model, ids, mask))
     first = greedy(model, ids, mask, return_dict_in_generate=True)
     whole = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long)], dim=1)
-    more = {"past_key_values": first.past_key_values, "prefill_chunk_size": size}
+    more = {CACHE: cache_of(first), "prefill_chunk_size": size}
     expected = greedy(model, first.sequences, whole)
     assert torch.equal(greedy(model, first.sequences, whole, **more), expected)
 
@@ -239,7 +244,7 @@ def test_decoding_is_one_graph_with_static_shapes():
 
 def test_the_softmax_control_generates_without_a_cache():
     model, (ids, mask) = make("linear-causal_softmax"), prompts()
-    assert model.config.use_cache is False and model(ids).past_key_values is None
+    assert model.config.use_cache is False and cache_of(model(ids)) is None
     written = greedy(model, ids, mask)
     for row, padding in enumerate((0, 5)):
         alone = ids[row : row + 1, padding:]
@@ -261,21 +266,21 @@ def test_what_a_state_cannot_do_is_refused_by_name():
             ValueError, match=r"not supported with stateful models, such as LinearTransformerForCausalLM"
         ):
             model.generate(ids[:1], max_new_tokens=2, **options)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = cache_of(model(ids, use_cache=True))
     with pytest.raises(RuntimeError, match="crop"):
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"cannot hold the recurrent states.*DynamicCache\(config=model.config\)"):
-        model(ids, past_key_values=DynamicCache())
+        model(ids, cache=DynamicCache())
     with pytest.raises(ValueError, match=r"cannot hold the recurrent states.*DynamicCache\(config=model.config\)"):
-        greedy(model, ids, past_key_values=DynamicCache())
+        greedy(model, ids, **{CACHE: DynamicCache()})
     with pytest.raises(ValueError, match=r"states of 2 rows, but there are 1"):
-        model(ids[:1], past_key_values=cache)
+        model(ids[:1], cache=cache)
     with pytest.raises(ValueError, match=r"output_attentions needs all tokens at once.*use_cache=False"):
-        model(ids, past_key_values=cache, output_attentions=True)
+        model(ids, cache=cache, output_attentions=True)
     with pytest.raises(ValueError, match=r"has seen 14 tokens, but the call has 3"):
-        greedy(model, ids[:, :3], past_key_values=cache)
+        greedy(model, ids[:, :3], **{CACHE: cache})
     with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64.*resize_position_embeddings"):
-        model(torch.full((2, 51), 5), past_key_values=cache)
+        model(torch.full((2, 51), 5), cache=cache)
     with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64.*generate fewer tokens"):
         greedy(model, ids, max_new_tokens=52)
     with pytest.raises(ValueError, match=r"sees no later token: leave is_causal=False out"):
@@ -284,10 +289,23 @@ def test_what_a_state_cannot_do_is_refused_by_name():
         model(ids, encoder_hidden_states=torch.zeros(2, 14, 32))
     assert torch.equal(model(ids, is_causal=True, cache_position=torch.arange(14)).logits, model(ids).logits)
     model.train().gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match=r"past_key_values cannot be combined with gradient checkpointing"):
-        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"{CACHE} cannot be combined with gradient checkpointing"):
+        model(ids, cache=cache)
     with pytest.raises(ValueError, match=r"use LinearTransformerConfig\(is_decoder=True\)"):
         make_model("linear-elu", "ForCausalLM")
+
+
+def test_both_names_of_a_cache():
+    """Transformers 5.24 calls past_key_values cache; calls of either name give the same with any version."""
+    model, (ids, _) = make(), prompts()
+    caches = [cache_of(model(ids[:, :10])) for _ in range(2)]
+    outputs = model(ids[:, 10:], cache=caches[0]), model(ids[:, 10:], past_key_values=caches[1])
+    assert torch.equal(outputs[0].logits, outputs[1].logits) and CACHE in outputs[0]
+    assert relative_error(outputs[0].logits, model(ids).logits[:, 10:]) < TOLERANCE[torch.float32]
+    with pytest.raises(ValueError, match=r"two names of the same argument"):
+        model(ids, cache=caches[0], past_key_values=caches[1])
+    with pytest.raises(ValueError, match=r"two names of the same argument"):
+        model.base_model(ids, cache=caches[0], past_key_values=caches[1])
 
 
 def test_static_caches_and_offloaded_ones():
@@ -295,9 +313,9 @@ def test_static_caches_and_offloaded_ones():
     ids, mask = prompts()
     expected = greedy(model, ids, mask)
     cache = StaticCache(model.config, max_cache_len=64)
-    assert torch.equal(greedy(model, ids, mask, past_key_values=cache), expected)
+    assert torch.equal(greedy(model, ids, mask, **{CACHE: cache}), expected)
     cache.reset()
-    assert torch.equal(greedy(model, ids, mask, past_key_values=cache), expected)
+    assert torch.equal(greedy(model, ids, mask, **{CACHE: cache}), expected)
 
 
 # ---- text ----
@@ -396,24 +414,24 @@ def test_tied_and_untied_embeddings():
 
 def test_caches_and_training():
     model, ids = make(), torch.randint(3, 99, (2, 12))
-    assert model(ids).past_key_values is not None and model(ids, use_cache=False).past_key_values is None
+    assert cache_of(model(ids)) is not None and cache_of(model(ids, use_cache=False)) is None
     model.train()
-    assert model(ids).past_key_values is None and model(ids, use_cache=True).past_key_values is not None
+    assert cache_of(model(ids)) is None and cache_of(model(ids, use_cache=True)) is not None
     model.gradient_checkpointing_enable()
-    assert model(ids, use_cache=True).past_key_values is None
+    assert cache_of(model(ids, use_cache=True)) is None
 
 
 @pytest.mark.parametrize("way", ["asked for", "not asked for", "switched off", "off in the configuration", "training"])
 def test_given_states_are_always_read(way):
     model, ids = make(), torch.randint(3, 99, (2, 12))
     whole = model(ids).logits[:, 7:]
-    cache = model(ids[:, :7], use_cache=True).past_key_values
+    cache = cache_of(model(ids[:, :7], use_cache=True))
     options = {"asked for": {"use_cache": True}, "switched off": {"use_cache": False}}.get(way, {})
     model.train(way == "training")
     model.config.use_cache = way != "off in the configuration"
-    outputs = model(ids[:, 7:], past_key_values=cache, **options)
+    outputs = model(ids[:, 7:], cache=cache, **options)
     assert relative_error(outputs.logits, whole) < TOLERANCE[torch.float32]
-    assert (outputs.past_key_values is None) == (way == "switched off")
+    assert (cache_of(outputs) is None) == (way == "switched off")
 
 
 @torch.no_grad()

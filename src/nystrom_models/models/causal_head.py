@@ -18,7 +18,7 @@ from .configuration_base import BaseConfig
 from .input_checks import require_labels, require_one_input
 from .losses import IGNORED
 from .modeling_base import BasePreTrainedModel
-from .recurrent_cache import columns_seen, require_recurrent
+from .recurrent_cache import CACHE, columns_seen, given_cache, require_recurrent
 from .token_layout import positions_by_rank, token_ranks
 
 
@@ -59,7 +59,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -70,14 +70,15 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """
         Args:
             labels: (B, N) int64, the tokens themselves: each is predicted from the valid token before it. -100 for
                 tokens that are not predicted; padding never is.
-            use_cache: whether to return the states to continue from. If None, where `past_key_values` are given, and
-                by `config.use_cache` outside training.
+            use_cache: whether to return the states to continue from. If None, where a `cache` is given, and by
+                `config.use_cache` outside training.
             logits_to_keep: the number of last tokens to compute the logits of, or the positions of the tokens, (K,)
                 int64. 0: all tokens.
             shift_labels: (B, N) int64, instead of labels: for each token the label that it predicts. For sequence
@@ -87,15 +88,16 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             num_items_in_batch: divisor of the sum of the loss; if None, the number of labels that count in this batch.
             The others: see the base model.
 
-        Returns: loss, logits (B, N or K, V), past_key_values and, on request, the base model's other outputs.
+        Returns: loss, logits (B, N or K, V), the cache and, on request, the base model's other outputs.
         """
+        cache = given_cache(cache, past_key_values)
         if seq_idx is None:
-            may_restart = attention_mask is None and past_key_values is None and not use_cache
+            may_restart = attention_mask is None and cache is None and not use_cache
             batch, length = require_one_input(input_ids, inputs_embeds).shape[:2]
             seq_idx = packed_documents((batch, length), cu_seq_lens_q, position_ids if may_restart else None)
         if use_cache is None:
             keeps = self.config.use_cache and not self.training and seq_idx is None
-            use_cache = keeps or past_key_values is not None
+            use_cache = keeps or cache is not None
         outputs = self.base_model(
             input_ids,
             attention_mask,
@@ -104,7 +106,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             inputs_embeds,
             output_attentions,
             output_hidden_states,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             return_dict=True,
             seq_idx=seq_idx,
@@ -132,9 +134,9 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def _check_labels(self, labels: Tensor, states: Tensor, logits_to_keep: int | Tensor) -> None:
@@ -152,10 +154,11 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """As in Transformers, but only the mask of this call's tokens is passed on: the states stand for all earlier
@@ -168,7 +171,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        inputs["past_key_values"] = past_key_values
+        inputs[CACHE] = given_cache(cache, past_key_values)
         tokens = inputs["inputs_embeds"] if inputs.get("inputs_embeds") is not None else inputs["input_ids"]
         # A generated token is never padding.
         if attention_mask is not None and (tokens.shape[1] > 1 or is_first_iteration):
@@ -213,7 +216,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
 
     def _first_new_token(self, given: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """The index of the first token that the cache has not seen, in a prompt of `given` tokens."""
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is not None and self.config.has_states:
             require_recurrent(cache, self.config.num_hidden_layers, type(self).__name__)
         seen = columns_seen(cache)
@@ -227,7 +230,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         if length == seen + given:
             return 0
         raise ValueError(
-            f"past_key_values has seen {seen} tokens, but the call has {given}: give these {seen} and the new ones, "
+            f"{CACHE} has seen {seen} tokens, but the call has {given}: give these {seen} and the new ones, "
             f"or only the new ones, with an attention_mask over the {seen} and the new ones."
         )
 

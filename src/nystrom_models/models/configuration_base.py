@@ -60,7 +60,7 @@ class BaseConfig(PreTrainedConfig):
     # For a cache's layers in causal families: the number of members of `recurrent_cache.State`.
     number_of_conv_states: ClassVar[int] = 3
     # The losses that ForPreTraining returns with its logits are not predictions.
-    keys_to_ignore_at_inference = ["past_key_values", "mlm_loss", "sop_loss"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "mlm_loss", "sop_loss"]
 
     vocab_size: int = 30000
     hidden_size: int = 768

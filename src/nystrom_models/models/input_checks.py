@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .configuration_base import BaseConfig
+from .recurrent_cache import CACHE
 from .tracing import depends_on_values
 
 logger = logging.get_logger(__name__)
@@ -58,12 +59,12 @@ def reject_arguments(name: str, arguments: dict[str, Any], is_decoder: bool) -> 
             )
 
 
-def reject_cache(name: str, past_key_values: Any, use_cache: bool | None, is_decoder: bool) -> None:
+def reject_cache(name: str, cache: Any, use_cache: bool | None, is_decoder: bool) -> None:
     """Raises ValueError if a model called `name`, which has no states of fixed size, is given a cache."""
     reason = "is an encoder that sees the whole sequence"
     if is_decoder:
         reason = "has exact attention, and no state of fixed size to continue from"
-    for argument, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
+    for argument, value in ((CACHE, cache), ("use_cache", use_cache)):
         if value is not None and value is not False:
             remedy = "use use_cache=False" if is_decoder else f"leave {argument} out"
             raise ValueError(f"{argument} is for models with recurrent states; {name} {reason}: {remedy}.")
@@ -107,7 +108,7 @@ def check_inputs(
     limit = config.max_position_embeddings
     if seen is not None and seen.shape[0] != batch:
         raise ValueError(
-            f"past_key_values holds the states of {seen.shape[0]} rows, but there are {batch} rows: give the cache "
+            f"{CACHE} holds the states of {seen.shape[0]} rows, but there are {batch} rows: give the cache "
             "of these rows, or none."
         )
     if token_type_ids is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
@@ -32,22 +32,20 @@ from .input_checks import (
 )
 from .layers import LayerStack
 from .pooling import pool
-from .recurrent_cache import State, add_tokens, read_state, require_recurrent
+from .recurrent_cache import CACHE, State, add_tokens, given_cache, read_state, require_recurrent
 from .self_attention import SelfAttention
 
 logger = logging.get_logger(__name__)
 
 
 @dataclass
-class BaseModelOutput(BaseModelOutputWithPooling):
-    """As in Transformers, and:
+class BaseModelOutput(BaseModelOutputWithPoolingAndCrossAttentions):
+    """As in Transformers, without attention to another sequence, and:
 
-    past_key_values: the cache of a causal family, if it is used.
     token_places: (T,) int64, only for heads that ask for it: where the valid tokens lie in the flattened batch, if
         only these were computed.
     """
 
-    past_key_values: Cache | None = None
     token_places: Tensor | None = None
 
 
@@ -67,6 +65,7 @@ class BasePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _no_split_modules = ["Embeddings", "TransformerLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _input_embed_layer = "word_embeddings"
 
     # Set by each family: the classes of its parts, and the name of the attention kernels made for it, if any.
@@ -239,11 +238,12 @@ class BaseModel(BasePreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         attention_rows: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         output_token_places: bool = False,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple | BaseModelOutput:
         """
@@ -258,8 +258,9 @@ class BaseModel(BasePreTrainedModel):
             output_attentions: return the N×N map of each head, which takes memory quadratic in N.
             attention_rows: (R,) or (B, R) int64; with `output_attentions`, return only the rows of these tokens, in
                 memory linear in N.
-            past_key_values, use_cache: for causal families only: the recurrent states to continue from, which this
-                call's tokens are added to, and whether to return them. A new cache is made if none is given.
+            cache, use_cache: for causal families only: the recurrent states to continue from, which this call's
+                tokens are added to, and whether to return them. A new cache is made if none is given.
+                past_key_values: the same as cache, by the name that it has before Transformers 5.24.
             seq_idx: (B, N) int64, for rows packed with several documents: the number of each token's document. No
                 token sees another document, and positions restart in each document. If None, it is found in
                 `cu_seq_lens_q`, and by a decoder without a cache and a mask in `position_ids` that restart, but not in
@@ -272,7 +273,7 @@ class BaseModel(BasePreTrainedModel):
             (B, H, N or R, N). Hidden states are zero at padding.
         """
         reject_arguments(type(self).__name__, kwargs, self.config.is_decoder)
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._cache(given_cache(cache, past_key_values), use_cache)
         inputs = require_one_input(input_ids, inputs_embeds)
         seen = read_state(cache, 0, State.TOKENS)
         # Adapters stand in the place of the table, some without its size.
@@ -288,8 +289,7 @@ class BaseModel(BasePreTrainedModel):
         mask = key_mask(attention_mask, *shape, has_cache=cache is not None)
         if seen is not None and output_attentions:
             raise ValueError(
-                "output_attentions needs all tokens at once, but past_key_values holds only a sum over earlier "
-                "tokens: use use_cache=False."
+                f"output_attentions needs all tokens at once, but {CACHE} holds only a sum over earlier tokens: use use_cache=False."
             )
         # Rows with neither a mask nor a cache may hold several documents.
         packed_positions = position_ids if attention_mask is None and cache is None else None
@@ -320,24 +320,24 @@ class BaseModel(BasePreTrainedModel):
             pooler_output=None if self.pooler is None else self.pooler(last, batch.given_mask),
             hidden_states=states,
             attentions=tuple(batch.maps.collected) if output_attentions else None,
-            past_key_values=None if use_cache is False else cache,
             token_places=batch.sources if output_token_places else None,
+            **{CACHE: None if use_cache is False else cache},
         )
 
-    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         """The cache to continue with; a new one if a causal model is asked for one."""
         if not self.config.has_states:
-            reject_cache(type(self).__name__, past_key_values, use_cache, self.config.is_decoder)
+            reject_cache(type(self).__name__, cache, use_cache, self.config.is_decoder)
             return None
         checkpointing = self.training and self.encoder.gradient_checkpointing
-        if past_key_values is not None:
+        if cache is not None:
             if checkpointing:
                 raise ValueError(
-                    "past_key_values cannot be combined with gradient checkpointing, which adds the tokens twice: "
-                    "leave past_key_values out, or call gradient_checkpointing_disable()."
+                    f"{CACHE} cannot be combined with gradient checkpointing, which adds the tokens twice: leave "
+                    f"{CACHE} out, or call gradient_checkpointing_disable()."
                 )
-            require_recurrent(past_key_values, self.config.num_hidden_layers, type(self).__name__)
-            return past_key_values
+            require_recurrent(cache, self.config.num_hidden_layers, type(self).__name__)
+            return cache
         if use_cache and checkpointing:
             logger.warning_once("use_cache=True cannot be combined with gradient checkpointing: it is set to False.")
             return None

@@ -9,12 +9,17 @@ States carry no gradient: a backward pass ends at the tokens of its own call.
 Legend: B batch, N tokens of a call.
 """
 
+from dataclasses import fields
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+# The name of the cache among arguments and outputs. Transformers 5.24 changed it from "past_key_values" to "cache".
+CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
 
 
 class State(IntEnum):
@@ -49,6 +54,13 @@ def write_state(cache: Cache | None, layer_idx: int, state: State, value: Tensor
     cache.update_recurrent_state(value.detach(), layer_idx, int(state))
 
 
+def given_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache of a call, by either of its names. Raises ValueError if both are given."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are two names of the same argument: give one of them.")
+    return past_key_values if cache is None else cache
+
+
 def columns_seen(cache: Cache | None) -> int:
     """Columns of the batches that the cache has seen, padding included. On a GPU the host waits for the number."""
     tokens = read_state(cache, 0, State.TOKENS)
@@ -72,6 +84,6 @@ def require_recurrent(cache: Cache, num_layers: int, name: str) -> None:
     )
     if not fits:
         raise ValueError(
-            f"past_key_values cannot hold the recurrent states of {name}: leave it out with use_cache=True, or "
+            f"{CACHE} cannot hold the recurrent states of {name}: leave it out with use_cache=True, or "
             "create it by DynamicCache(config=model.config)."
         )
