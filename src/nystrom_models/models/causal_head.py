@@ -163,9 +163,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """As in Transformers, but only the mask of this call's tokens is passed on: the states stand for all earlier
         tokens, so that nothing grows with the sequence."""
-        # GenerationMixin types its methods for a class of its own.
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,  # type: ignore[arg-type]
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids,
             next_sequence_length=next_sequence_length,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,

@@ -289,7 +289,8 @@ class BaseModel(BasePreTrainedModel):
         mask = key_mask(attention_mask, *shape, has_cache=cache is not None)
         if seen is not None and output_attentions:
             raise ValueError(
-                f"output_attentions needs all tokens at once, but {CACHE} holds only a sum over earlier tokens: use use_cache=False."
+                f"output_attentions needs all tokens at once, but {CACHE} holds only a sum over earlier tokens: use "
+                "use_cache=False."
             )
         # Rows with neither a mask nor a cache may hold several documents.
         packed_positions = position_ids if attention_mask is None and cache is None else None
@@ -315,13 +316,14 @@ class BaseModel(BasePreTrainedModel):
         last, states = self.encoder(embeddings, batch, bool(output_hidden_states))
         if cache is not None:
             add_tokens(cache, batch.given_mask, shape, inputs.device)
+        returned: dict[str, Any] = {CACHE: None if use_cache is False else cache}
         return BaseModelOutput(
             last_hidden_state=last,
             pooler_output=None if self.pooler is None else self.pooler(last, batch.given_mask),
             hidden_states=states,
             attentions=tuple(batch.maps.collected) if output_attentions else None,
             token_places=batch.sources if output_token_places else None,
-            **{CACHE: None if use_cache is False else cache},
+            **returned,
         )
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
