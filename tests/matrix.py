@@ -68,8 +68,11 @@ def run(python: str, args: argparse.Namespace) -> list[str]:
     command += [f"--deselect={test}" for test in LEFT_OUT]
     ran = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     print(ran.stdout[-3000:])
-    counted = {kind: count for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout)}
-    counts = [counted.get(kind, "0") for kind in ("passed", "failed", "skipped")]
+    counted = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout)}
+    counted["failed"] = counted.get("failed", 0) + counted.get("error", 0)
+    counts = [str(counted.get(kind, 0)) for kind in ("passed", "failed", "skipped")]
+    if ran.returncode and not counted["failed"]:
+        raise SystemExit(f"pytest ended with {ran.returncode} on {version}.")
     return [*versions, *counts, f"{time.monotonic() - start:.0f}"]
 
 

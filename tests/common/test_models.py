@@ -10,9 +10,11 @@ import pytest
 import torch
 import transformers
 from accelerate import infer_auto_device_map
+from transformers import DynamicCache
 from transformers.models.auto import modeling_auto
 
 import nystrom_models
+from nystrom_models.models.recurrent_cache import CACHE
 from tests.common import upstream
 
 modeling_common = upstream.load("test_modeling_common")
@@ -135,6 +137,19 @@ class CommonTests(modeling_common.ModelTesterMixin):
 
     def test_config(self):
         configuration_common.ConfigTester(self, self.config_class, **SMALL, **self.options).run_common_tests()
+
+    def test_bc_cache_name_forward(self):
+        # The common test expects a warning of the older name, and that every model with this argument takes a cache.
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        model = self.all_model_classes[0](config).eval()
+        for name in ("cache", "past_key_values"):
+            given = {name: DynamicCache(config=config)}
+            if config.has_states:
+                with torch.no_grad():
+                    self.assertIs(getattr(model(**inputs, **given), CACHE), given[name])
+            else:
+                with self.assertRaisesRegex(ValueError, f"leave {CACHE} out"):
+                    model(**inputs, **given)
 
     @pytest.mark.slow
     def test_bc_torch_dtype(self):

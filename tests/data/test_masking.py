@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-import math
 import re
-import time
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from datasets import Dataset
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import OneHotEncoder
 
-from benchmarks.collators import batch_makers
 from nystrom_models.data import PretrainingCollator, pretraining_dataset
 from tests.data.test_pretraining import byte_level_tokenizer
 
@@ -188,18 +185,3 @@ def test_other_templates_and_padding():
 def test_bad_probabilities(options, message, tokenizer):
     with pytest.raises(ValueError, match=message):
         PretrainingCollator(tokenizer, **options)
-
-
-def test_it_is_faster_than_the_collator_of_transformers():
-    """In `python -m benchmarks collators` ours is 2.5 times as fast as their fastest. The minimum of several
-    interleaved rounds depends least on other processes."""
-    makers = batch_makers(batch_size=32, length=512)
-    seconds = dict.fromkeys(makers, math.inf)
-    for _ in range(12):
-        for name, make in makers.items():
-            start = time.perf_counter()
-            batch = make()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-            assert batch["input_ids"].shape[0] == 32 and batch["input_ids"].shape[1] > 500
-    ours, *theirs = seconds.values()
-    assert 1.2 * ours < min(theirs), seconds
