@@ -331,7 +331,8 @@ class BaseModel(BasePreTrainedModel):
         if not self.config.has_states:
             reject_cache(type(self).__name__, cache, use_cache, self.config.is_decoder)
             return None
-        checkpointing = self.training and self.encoder.gradient_checkpointing
+        # Without gradients no layer runs twice, so that models generate between steps of training.
+        checkpointing = self.training and self.encoder.gradient_checkpointing and torch.is_grad_enabled()
         if cache is not None:
             if checkpointing:
                 raise ValueError(
