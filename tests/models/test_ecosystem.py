@@ -159,6 +159,16 @@ def test_trainer_learns_saves_and_reloads(folder, tokenizer, tmp_path):
     assert relative_error(again(**inputs).logits, model.eval()(**inputs).logits) < 1e-6
 
 
+def logits_after_training(model, ids, learning_rate):
+    """The logits of ids after two steps on them."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return model.eval()(input_ids=ids).logits
+
+
 @each_family("ForMaskedLM")
 def test_lora(folder, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -167,12 +177,7 @@ def test_lora(folder, tmp_path):
     ids = torch.randint(5, 25, (2, 30))
     plain = base.eval()(ids).logits
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["query", "value"]))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=10)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    tuned = model.eval()(input_ids=ids).logits
+    tuned = logits_after_training(model, ids, learning_rate=10)
     assert not torch.allclose(tuned, plain)
     model.save_pretrained(tmp_path / "lora")
     again = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(folder), tmp_path / "lora").eval()
@@ -194,13 +199,8 @@ def test_lora_with_trained_tokens(option, tmp_path):
 
     ids = torch.tensor([[5, 99, 7, 100, 9]])
     config = LoraConfig(target_modules=["query", "value"], trainable_token_indices={"word_embeddings": [99, 100]})
-    model = get_peft_model(base(), config).train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    tuned = model.eval()(input_ids=ids).logits
+    model = get_peft_model(base(), config)
+    tuned = logits_after_training(model, ids, learning_rate=1)
     model.save_pretrained(tmp_path)
     assert relative_error(PeftModel.from_pretrained(base(), tmp_path).eval()(input_ids=ids).logits, tuned) < 1e-6
     merged = model.merge_and_unload().eval()
