@@ -69,10 +69,9 @@ def run(python: str, args: argparse.Namespace) -> list[str]:
     ran = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     print(ran.stdout[-3000:])
     counted = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout)}
-    counted["failed"] = counted.get("failed", 0) + counted.get("error", 0)
+    # Where pytest itself fails, it counts nothing: the other Pythons still get their rows.
+    counted["failed"] = counted.get("failed", 0) + counted.get("error", 0) or int(ran.returncode != 0)
     counts = [str(counted.get(kind, 0)) for kind in ("passed", "failed", "skipped")]
-    if ran.returncode and not counted["failed"]:
-        raise SystemExit(f"pytest ended with {ran.returncode} on {version}.")
     return [*versions, *counts, f"{time.monotonic() - start:.0f}"]
 
 
