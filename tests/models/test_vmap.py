@@ -49,6 +49,9 @@ def test_results_of_each_row_and_dropout(option):
 
     expected = model(ids, attention_mask=mask).last_hidden_state
     assert relative_error(vmap(states)(ids, mask), expected) < TOLERANCE[torch.float32]
+    # Without a mask, Transformers looks for padding in the values of the ids.
+    without_mask = vmap(lambda ids: model(ids[None]).last_hidden_state[0])(ids)
+    assert relative_error(without_mask, model(ids).last_hidden_state) < TOLERANCE[torch.float32]
     if has_weights:
         model.train()
         same = vmap(states, randomness="different")(ids[:1].expand(2, -1), mask[:1].expand(2, -1))

@@ -34,6 +34,7 @@ from .layers import LayerStack
 from .pooling import pool
 from .recurrent_cache import CACHE, State, add_tokens, given_cache, read_state, require_recurrent
 from .self_attention import SelfAttention
+from .tracing import depends_on_values
 
 logger = logging.get_logger(__name__)
 
@@ -279,7 +280,7 @@ class BaseModel(BasePreTrainedModel):
         # Adapters stand in the place of the table, some without its size.
         num_words = getattr(self.embeddings.word_embeddings, "num_embeddings", self.config.vocab_size)
         shape = check_inputs(self.config, inputs, token_type_ids, position_ids, num_words, seen)
-        if input_ids is not None and not input_ids.is_meta:
+        if input_ids is not None and depends_on_values(input_ids):
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         if output_attentions is None:
             output_attentions = self.config.output_attentions

@@ -29,12 +29,15 @@ def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 class _Float32(TorchFunctionMode):
-    """Within it, `Tensor.bfloat16` gives a copy in float32. PyTorch's Muon orthogonalizes what this method returns."""
+    """Within it, `bfloat16()` and, from PyTorch 2.15 on, `to(dtype=torch.bfloat16)` give a copy in float32. PyTorch's
+    Muon orthogonalizes this copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.bfloat16:
+        kwargs = kwargs or {}
+        to_bfloat16 = func is torch.Tensor.to and kwargs.get("dtype") == torch.bfloat16
+        if to_bfloat16 or func is torch.Tensor.bfloat16:
             return args[0].to(torch.float32, copy=True)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _precision(matrix: torch.Tensor) -> AbstractContextManager:

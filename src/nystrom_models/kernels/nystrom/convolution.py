@@ -167,7 +167,8 @@ def _convolution_bwd_float32_kernel(
     if OF_TAPS:
         for token in range(start, stop):
             valid = valid_tokens(mask, row, token, stop, N, MASKED)
-            v_token = tl.load(v + token * H * D + channels, mask=valid & (channels < D), other=0.0)
+            # Not `valid &` in the mask: Triton's interpreter (3.9) does not take a scalar condition there.
+            v_token = tl.where(valid, tl.load(v + token * H * D + channels, mask=channels < D, other=0.0), 0.0)
             window = load_window(do, token - TAPS // 2 + places, mask, row, N, H, MASKED, D, BLOCK_D)
             product += v_token[None, :] * window
         products += (program * tl.num_programs(0) + tl.program_id(0)) * TAPS
