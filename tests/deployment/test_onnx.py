@@ -6,6 +6,7 @@ import os
 
 import onnx
 import onnxruntime
+import openvino
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
@@ -71,6 +72,19 @@ def test_the_same_logits_at_any_shape_and_mask(exported):
     ids = torch.ones(1, 65, dtype=torch.long)
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="out of data bounds"):
         run(path, {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids})
+
+
+@torch.no_grad()
+def test_openvino_reads_the_file(exported):
+    model, path = exported
+    compiled = openvino.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    for batch, length in ((1, 1), (3, 40)):
+        mask = torch.ones(batch, length, dtype=torch.long)
+        mask[0, length // 2 + 1 :] = 0
+        ids, types = torch.randint(3, 99, (batch, length)), torch.randint(2, (batch, length))
+        inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+        logits = torch.from_numpy(compiled({name: tensor.numpy() for name, tensor in inputs.items()})[0])
+        assert relative_error(logits[mask.bool()], model(**inputs).logits[mask.bool()]) < 1e-5
 
 
 def test_the_file_has_the_usual_names_and_no_paths(exported):

@@ -56,7 +56,7 @@ def hedgehog_features(states: Tensor, weight: Tensor) -> Tensor:
 
     states: (B, H, N, D). weight: (H, D, D), W of each head. Returns: (B, H, N, 2 D), in float32 at least inside.
     """
-    mapped = states @ weight.mT
+    mapped = states @ weight.transpose(-2, -1)
     both = torch.cat([mapped, -mapped], dim=-1)
     return both.softmax(dim=-1, dtype=torch.promote_types(both.dtype, torch.float32)).to(states.dtype)
 
@@ -78,7 +78,7 @@ def causal_linear_attention_reference(
     weights = _weights(query, key, mask).tril()
     values = _with_ones(_precise(value))
     sums = weights @ values
-    final = _precise(_valid(key, mask)).mT @ values
+    final = _precise(_valid(key, mask)).transpose(-2, -1) @ values
     if state is not None:
         sums, final = sums + _precise(query) @ state, final + state
     return _normalise(sums, value.dtype), final
@@ -110,7 +110,7 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     Returns: (B, H, N, D) in the values' dtype.
     """
     with maybe_autocast(device_type=query.device.type, enabled=False):
-        state = _precise(_valid(key, mask)).mT @ _with_ones(_precise(value))
+        state = _precise(_valid(key, mask)).transpose(-2, -1) @ _with_ones(_precise(value))
         return _normalise(_precise(query) @ state, value.dtype)
 
 
@@ -193,8 +193,8 @@ class _CausalProduct(torch.autograd.Function):
         same, opposite = ctx.backwards, not ctx.backwards
         product = _CausalProduct.apply
         with maybe_autocast(device_type=left.device.type, enabled=False):
-            left_gradient, _ = product(gradient, values, right, state.mT, same)
-            right_gradient, _ = product(values, gradient, left, state_gradient.mT, opposite)
+            left_gradient, _ = product(gradient, values, right, state.transpose(-2, -1), same)
+            right_gradient, _ = product(values, gradient, left, state_gradient.transpose(-2, -1), opposite)
             value_gradient, before = product(right, left, gradient, state_gradient, opposite)
         return (
             left_gradient.to(left.dtype),
@@ -228,11 +228,11 @@ def _product_by_chunks(
     length = left.shape[2]
     size = CHUNK_TOKENS if is_tracing(left) else max(1, min(CHUNK_TOKENS, length))
     left, right, values = (_in_chunks(tensor, size, state.dtype) for tensor in (left, right, values))
-    sums = right.mT @ values  # (B, H, N / C, F, E)
+    sums = right.transpose(-2, -1) @ values  # (B, H, N / C, F, E)
     # The state before each chunk, summed in order: later tokens must not change even the rounding.
     sums = torch.cat([state[:, :, None], sums.flip(2) if backwards else sums], dim=2).cumsum(dim=2)
     states, final = sums[:, :, :-1], sums[:, :, -1]
-    scores = left @ right.mT  # (B, H, N / C, C, C)
+    scores = left @ right.transpose(-2, -1)  # (B, H, N / C, C, C)
     scores = scores.triu() if backwards else scores.tril()
     out = scores @ values + left @ (states.flip(2) if backwards else states)
     return out.flatten(2, 3)[:, :, :length], final
@@ -245,7 +245,7 @@ def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     count = length // size + 2 if is_tracing(states) else -(-length // size)
     states = F.pad(states, (0, 0, 0, count * size - length)).to(dtype)
     # As `unflatten`, but without a condition on the length in the graph.
-    return states.unfold(2, size, size).mT.contiguous()
+    return states.unfold(2, size, size).transpose(-2, -1).contiguous()
 
 
 # ---- parts ----
@@ -254,12 +254,12 @@ def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 def _step(query: Tensor, key: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token, (B, H, 1, F) and (B, H, 1, D) (eq. 18 to 20): its output and the state after it."""
     key, values = _precise(key), _with_ones(_precise(value))
-    state = key.mT * values if state is None else torch.addcmul(state, key.mT, values)
+    state = key.transpose(-2, -1) * values if state is None else torch.addcmul(state, key.transpose(-2, -1), values)
     return _normalise(_precise(query) @ state, value.dtype), state
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    return _precise(query) @ _precise(_valid(key, mask)).mT
+    return _precise(query) @ _precise(_valid(key, mask)).transpose(-2, -1)
 
 
 def _normalise(sums: Tensor, dtype: torch.dtype) -> Tensor:

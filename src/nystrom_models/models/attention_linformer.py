@@ -67,7 +67,7 @@ def linformer_attention_reference(
             continue
         keys = _project_reference(keys, key_projection, projection_type, kernel_size)
         values = _project_reference(values, value_projection, projection_type, kernel_size)
-        weights = torch.softmax(query[row] @ keys.mT * query.shape[-1] ** -0.5, dim=-1)
+        weights = torch.softmax(query[row] @ keys.transpose(-2, -1) * query.shape[-1] ** -0.5, dim=-1)
         contexts.append(torch.dropout(weights, dropout_p, train=dropout_p > 0) @ values)
     context = torch.stack(contexts)
     return context if skip is None else context + skip
@@ -133,7 +133,7 @@ def _slots(states: Tensor, kernel_size: int) -> Tensor:
     states = F.pad(states, (0, 0, 0, slots * kernel_size - states.shape[-2]))
     if is_tracing(states):
         # The same view; this operator leaves no condition on the length in the graph.
-        return states.unfold(-2, kernel_size, kernel_size).mT
+        return states.unfold(states.dim() - 2, kernel_size, kernel_size).transpose(-2, -1)
     return states.unflatten(-2, (slots, kernel_size))
 
 

@@ -61,7 +61,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
     """
     absolute = matrix.abs()
     norm = absolute.sum(dim=-2).amax(dim=-1) * absolute.sum(dim=-1).amax(dim=-1)
-    inverse = matrix.mT / norm.clamp_min(torch.finfo(matrix.dtype).tiny)[..., None, None]
+    inverse = matrix.transpose(-2, -1) / norm.clamp_min(torch.finfo(matrix.dtype).tiny)[..., None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for _ in range(iterations):
         product = multiply(matrix, inverse)
@@ -100,12 +100,12 @@ def _nystrom_factors(
     scale = dim**-0.5
     if num_landmarks is None or min(length, valid_query.shape[-2]) <= num_landmarks:
         to_tokens = torch.eye(length, dtype=query.dtype, device=query.device).expand(query.shape[0], length, length)
-        return torch.softmax(query @ valid_key.mT * scale, dim=-1), to_tokens
+        return torch.softmax(query @ valid_key.transpose(-2, -1) * scale, dim=-1), to_tokens
 
     query_landmarks, key_landmarks = (segment_means(states, num_landmarks) for states in (valid_query, valid_key))
-    f = torch.softmax(query @ key_landmarks.mT * scale, dim=-1)
+    f = torch.softmax(query @ key_landmarks.transpose(-2, -1) * scale, dim=-1)
     pinv = _landmark_pinv(query_landmarks, key_landmarks, None, pinv_iterations)
-    b = torch.softmax(query_landmarks @ valid_key.mT * scale, dim=-1)
+    b = torch.softmax(query_landmarks @ valid_key.transpose(-2, -1) * scale, dim=-1)
     return f, (pinv @ b.to(pinv.dtype)).to(query.dtype)
 
 
@@ -208,7 +208,7 @@ def _gathered_means(states: Tensor, segments: Segments) -> Tensor:
     heads = states.shape[1]
     tokens = gather_tokens(merge_heads(states), segments.positions)  # (B, M, S, H·D)
     size = segments.size.to(torch.promote_types(tokens.dtype, torch.float32))
-    share = torch.exp2(-torch.ceil(torch.log2(size)))  # as in _unpadded_means
+    share = 2.0 ** -torch.ceil(torch.log2(size))  # as in _unpadded_means
     shares = segments.inside.to(tokens.dtype) * share[..., None].to(tokens.dtype)  # (B, M, S)
     sums = (shares.unsqueeze(-2) @ tokens).squeeze(-2)
     means = sums.to(size.dtype) / (share * size)[..., None]
@@ -229,7 +229,8 @@ def _landmark_pinv(
     dtype = torch.promote_types(query_landmarks.dtype, torch.float32)
     # In half precision the iterations would lose the small singular values, so autocast is switched off.
     with maybe_autocast(query_landmarks.device.type, enabled=False):
-        scores = multiply(query_landmarks.to(dtype), key_landmarks.to(dtype).mT) * query_landmarks.shape[-1] ** -0.5
+        query, key = query_landmarks.to(dtype), key_landmarks.to(dtype)
+        scores = multiply(query, key.transpose(-2, -1)) * query.shape[-1] ** -0.5
         if exists is not None:
             scores = scores.masked_fill(~exists[:, None, None, :], torch.finfo(dtype).min)
         a = torch.softmax(scores, dim=-1)

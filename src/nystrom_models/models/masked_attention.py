@@ -127,7 +127,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: 
 
     mask: bool, broadcast to the weights, True where a query sees a key; None for all.
     """
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
