@@ -60,16 +60,23 @@ def attend(
     return context if skip is None else context + skip
 
 
-def attend_causally(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend_causally(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, eager: bool = False
+) -> Tensor:
     """softmax(query keyᵀ / √D) value over the keys up to each query itself, (B, H, N, D).
 
-    mask: (B, N) bool or None for all valid. Padding must come last.
+    mask: (B, N) bool or None for all valid. Padding must come last. eager: in plain operations.
     """
-    return attend_within_rows(query, key, value, mask, attend=_attend_to_earlier)
+    attend = _attend_to_earlier_plainly if eager else _attend_to_earlier
+    return attend_within_rows(query, key, value, mask, attend=attend)
 
 
 def _attend_to_earlier(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _attend_to_earlier_plainly(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return softmax_attention_map(query, key, causal=True) @ value
 
 
 def attend_within_rows(

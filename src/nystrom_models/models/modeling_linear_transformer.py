@@ -115,10 +115,8 @@ class LinearTransformerSelfAttention(SelfAttention):
         if attention_map is not None and self.is_eager and batch.maps.rows is None:
             # The context is computed from the map that is returned, so that gradients reach the map.
             context = attention_map @ value
-        elif causal and self.is_eager:
-            context = softmax_attention_map(query, key, batch.mask, causal=True) @ value
         elif causal:
-            context = attend_causally(query, key, value, batch.mask)
+            context = attend_causally(query, key, value, batch.mask, eager=self.is_eager)
         else:
             by_softmax = attend if self.config._attn_implementation == KERNELS else self.softmax_attention
             context = attend_within_rows(query, key, value, batch.mask, attend=by_softmax)
