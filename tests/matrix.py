@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
-FOLDERS = ("models", "compat", "conversion", "interface", "analysis", "data", "training")
+FOLDERS = ("models", "kernels", "compat", "conversion", "interface", "analysis", "deployment", "data", "training")
 # They need packages that `make test` downloads for the pinned versions.
 LEFT_OUT = ("tests/models/test_quantization.py",)
 ASK = """
@@ -59,7 +59,7 @@ def run(python: str, args: argparse.Namespace) -> list[str]:
     subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
     here = folder / "bin" / "python"
     pip = [here, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, *args.packages, f"{ROOT}[train,dev]"], check=True)
+    subprocess.run([*pip, *args.packages, f"{ROOT}[train,onnx,dev]"], check=True)
     versions = json.loads(subprocess.run([here, "-c", ASK], capture_output=True, text=True, check=True).stdout)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     start = time.monotonic()
