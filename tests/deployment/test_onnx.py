@@ -6,12 +6,12 @@ import os
 
 import onnx
 import onnxruntime
-import openvino
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
 
 from nystrom_models.deployment import compare_onnx, export_onnx
+from tests.deployment.in_openvino import check_logits
 from tests.models.options import make_model, relative_error
 
 # Only one family is exported in each test run, because an export takes ten seconds.
@@ -77,14 +77,7 @@ def test_the_same_logits_at_any_shape_and_mask(exported):
 @torch.no_grad()
 def test_openvino_reads_the_file(exported):
     model, path = exported
-    compiled = openvino.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    for batch, length in ((1, 1), (3, 40)):
-        mask = torch.ones(batch, length, dtype=torch.long)
-        mask[0, length // 2 + 1 :] = 0
-        ids, types = torch.randint(3, 99, (batch, length)), torch.randint(2, (batch, length))
-        inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
-        logits = torch.from_numpy(compiled({name: tensor.numpy() for name, tensor in inputs.items()})[0])
-        assert relative_error(logits[mask.bool()], model(**inputs).logits[mask.bool()]) < 1e-5
+    check_logits(path, model)
 
 
 def test_the_file_has_the_usual_names_and_no_paths(exported):

@@ -111,6 +111,12 @@ def make_model(option: str, head: str = "Model", **fields):
     return enlarge(getattr(nystrom_models, family + head)(config))
 
 
+def language_model(option: str, **fields):
+    """The same with the head that the option can have: for the next token, or for masked ones."""
+    causal = OPTIONS[option][1].get("is_decoder", False)
+    return make_model(option, "ForCausalLM" if causal else "ForMaskedLM", **fields)
+
+
 def padded_inputs(head="Model", labels=False, length=40):
     """A batch of rows padded on the right, padded on the left and not padded; for multiple choice, three choices."""
     mask = torch.ones(3, length, dtype=torch.long)

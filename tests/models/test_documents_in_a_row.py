@@ -9,7 +9,7 @@ from transformers import DataCollatorWithFlattening
 
 from nystrom_models.models import input_checks
 from nystrom_models.models.batch import first_of_document
-from tests.models.options import OPTIONS, TOLERANCE, make_model, padded_inputs, relative_error
+from tests.models.options import OPTIONS, TOLERANCE, language_model, make_model, padded_inputs, relative_error
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -120,8 +120,7 @@ LENGTHS = "return_flash_attn_kwargs"
 @pytest.mark.parametrize("option", ["linear-causal", "nystromformer-landmarks"])
 def test_documents_by_the_names_of_flash_attention(names, option):
     """As Transformers' collator and TRL's SFTTrainer(packing=True) give them."""
-    head = "ForCausalLM" if option == "linear-causal" else "ForMaskedLM"
-    model = make_model(option, head)
+    model = language_model(option)
     model.resize_position_embeddings(20)  # for each document, but not for the whole row
     texts = [{"input_ids": list(range(5, 5 + length))} for length in (3, 1, 20, 4)]
     collate = DataCollatorWithFlattening(position_ids_start=model.config.first_position, **names)

@@ -19,7 +19,7 @@ from transformers import (
 
 from nystrom_models.data import causal_tokenizer
 from tests.compiler import needs_compiler
-from tests.models.options import make_model, relative_error
+from tests.models.options import language_model, make_model, relative_error
 
 FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
 WORDS = "the a cat dog sat ran on under mat table and then slept quickly big small red blue one two three".split()
@@ -191,7 +191,7 @@ def test_lora_with_trained_tokens(option, tmp_path):
 
     def base():
         torch.manual_seed(0)
-        model = make_model(option, "ForCausalLM" if option == "linear-causal" else "ForMaskedLM")
+        model = language_model(option)
         model.resize_token_embeddings(101, mean_resizing=False)
         if (bias := model.get_output_embeddings().bias) is not None:
             bias.data.zero_()  # PEFT leaves out the bias of a head with tied weights, of a BERT too

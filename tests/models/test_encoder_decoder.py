@@ -12,6 +12,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+from nystrom_models import LinearTransformerConfig
 from tests.models.options import TINY, TOLERANCE, make_model, padded_inputs, relative_error
 
 DECODERS = {
@@ -57,7 +58,5 @@ def test_train_generate_save_and_load(option, decoder, tmp_path):
 
 
 def test_a_family_as_the_decoder_is_refused_by_name():
-    from nystrom_models import LinearTransformerConfig
-
     with pytest.raises(ValueError, match="no cross-attention: use add_cross_attention=False"):
         LinearTransformerConfig(is_decoder=True, add_cross_attention=True)

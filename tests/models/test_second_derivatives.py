@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.models.options import OPTIONS, make_model, relative_error
+from tests.models.options import OPTIONS, language_model, relative_error
 
 # The derivative of relu has a jump, on whose sides two precisions may lie.
 SMOOTH = [option for option in OPTIONS if option != "linear-relu"]
@@ -16,22 +16,8 @@ DIFFERENCES = 2.4e-9
 TOLERANCE = 1.2e-5
 
 
-def hessian_product(model, inputs, labels, direction) -> tuple[Tensor, Tensor]:
-    """The gradient of the loss, and its derivative along a direction."""
-    parameters = list(model.parameters())
-    # Not the model's own loss, which Transformers computes in float32 for causal models.
-    loss = F.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
-    along = sum((gradient * part).sum() for gradient, part in zip(gradients, direction, strict=True))
-    products = torch.autograd.grad(along, parameters)
-    return torch.cat([gradient.detach().flatten() for gradient in gradients]), torch.cat(
-        [product.flatten() for product in products]
-    )
-
-
 def setting(option):
-    causal = OPTIONS[option][1].get("is_decoder", False)
-    model = make_model(option, "ForCausalLM" if causal else "ForMaskedLM").double()
+    model = language_model(option).double()
     model.set_attn_implementation("eager")
     ids, mask = torch.randint(3, 99, (2, 40)), torch.ones(2, 40, dtype=torch.long)
     mask[1, 25:] = 0
@@ -39,16 +25,33 @@ def setting(option):
     return model, {"input_ids": ids, "attention_mask": mask}, ids.masked_fill(mask == 0, -100), direction
 
 
+def gradients(model, inputs, labels, create_graph=False):
+    # Not the model's own loss, which Transformers computes in float32 for causal models.
+    loss = F.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+    return torch.autograd.grad(loss, list(model.parameters()), create_graph=create_graph)
+
+
+def hessian_product(model, inputs, labels, direction) -> Tensor:
+    """The derivative of the gradient along a direction."""
+    found = gradients(model, inputs, labels, create_graph=True)
+    along = sum((gradient * part).sum() for gradient, part in zip(found, direction, strict=True))
+    return as_vector(torch.autograd.grad(along, list(model.parameters())))
+
+
+def as_vector(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 @pytest.mark.parametrize("option", SMOOTH)
 def test_products_with_the_hessian(option):
     model, inputs, labels, direction = setting(option)
-    _, product = hessian_product(model, inputs, labels, direction)
+    product = hessian_product(model, inputs, labels, direction)
 
     def gradient_after(step):
         with torch.no_grad():
             for parameter, part in zip(model.parameters(), direction, strict=True):
                 parameter += step * part
-        return hessian_product(model, inputs, labels, direction)[0]
+        return as_vector(gradients(model, inputs, labels))
 
     step = 1e-6
     differences = (gradient_after(step) - gradient_after(-2 * step)) / (2 * step)
@@ -58,6 +61,6 @@ def test_products_with_the_hessian(option):
 @pytest.mark.parametrize("option", SMOOTH)
 def test_in_float32(option):
     model, inputs, labels, direction = setting(option)
-    _, exact = hessian_product(model, inputs, labels, direction)
-    _, product = hessian_product(model.float(), inputs, labels, [part.float() for part in direction])
+    exact = hessian_product(model, inputs, labels, direction)
+    product = hessian_product(model.float(), inputs, labels, [part.float() for part in direction])
     assert relative_error(product.double(), exact) < TOLERANCE

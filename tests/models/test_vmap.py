@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
-from tests.models.options import OPTIONS, TOLERANCE, make_model, relative_error
+from tests.models.options import OPTIONS, TOLERANCE, language_model, make_model, relative_error
 
 # PyTorch has no batching rule for its own attention, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -19,8 +19,7 @@ def batch():
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_gradients_of_each_row(option):
-    causal = OPTIONS[option][1].get("is_decoder", False)
-    model = make_model(option, "ForCausalLM" if causal else "ForMaskedLM")
+    model = language_model(option)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(parameters, ids, mask):
