@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `convert` in its own process, and its results."""
 
+import gzip
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -111,22 +113,41 @@ def test_other_families_start_from_the_text(family, options, expected, source, t
     assert model(torch.randint(5, 99, (1, 40))).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("ending", ["txt.gz", "jsonl", "md"])
+def test_a_sample_is_any_file_of_documents(ending, source, tmp_path):
+    documents = (source / "text.txt").read_text(encoding="utf-8").split("\n\n")
+    lines = [json.dumps({"text": text, "label": 0}) for text in documents]
+    content = ("\n".join(lines) if ending == "jsonl" else "\n\n".join(documents)).encode()
+    (tmp_path / f"sample.{ending}").write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    weights = []
+    for name, file in (("expected", source / "text.txt"), ("out", tmp_path / f"sample.{ending}")):
+        arguments = [source, tmp_path / name, "--family", "linear_transformer", "--matching_steps", 2]
+        assert main(["convert", *map(str, arguments), "--sample_file", str(file)]) == 0
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    assert all(torch.equal(weights[0][name], weight) for name, weight in weights[1].items())
+
+
 def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "ids.jsonl").write_text('{"ids": 1}')
     wrong = [
         ([source, tmp_path / "full"], "not an empty folder"),
         ([source, source], "not an empty folder"),
         ([source, tmp_path / "out", "--sample_file", tmp_path / "latin.txt"], "not UTF-8"),
+        ([source, tmp_path / "out", "--sample_file", tmp_path / "ids.jsonl"], "no column 'text', only ids"),
+        ([source, tmp_path / "out", "--sample_file", tmp_path / "none.txt"], "none.txt is not a file"),
         ([source, tmp_path / "out", "--family", "linformer", "--num_landmarks", 8], "no field num_landmarks"),
         ([source, tmp_path / "out", "--head", "ForCausalLM"], "head='ForMaskedLM'"),
         ([tmp_path / "nothing", tmp_path / "out"], "nothing"),
     ]
     for arguments, expected in wrong:
         assert main(["convert", *map(str, arguments)]) == 1
+        # A progress bar of `datasets` may stand above it.
         error = capsys.readouterr().err
-        assert expected in error and error.count("\n") == 1, error
+        last = error.splitlines()[-1]
+        assert last.startswith("nystrom-models convert: ") and expected in last, error
     assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit):
         main(["convert", str(source), str(tmp_path / "out"), "--num_landmarks", "many"])

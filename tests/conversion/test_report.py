@@ -77,6 +77,8 @@ def test_rows_of_texts_have_the_special_tokens():
         sample.rows(2)
     with pytest.raises(ValueError, match="no tokens"):
         Sample.of_texts([""], bert_tokenizer())
+    # Texts after the limit are not tokenized.
+    assert len(Sample.of_texts(["a long text"] * 1000, bert_tokenizer(), most_tokens=7).tokens) == 9
     # As many rows as the text has, up to a limit.
     assert len(Sample(torch.arange(1000), "token ids").rows(10, most_tokens=200)) == 20
     random = Sample.random(7, 1000, pad_token_id=3)

@@ -9,6 +9,8 @@ flag sets are taken from the source.
 import argparse
 import json
 import logging
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoConfig
@@ -17,6 +19,7 @@ from ..conversion import Matching, convert_checkpoint, converted_config
 from ..conversion.convert import check_output_dir
 from ..conversion.positions import METHODS
 from ..conversion.sources import HEADS
+from ..data.files import FORMATS, check_files, decoded_lines, load_files
 from ..models.configuration_linear_transformer import FEATURE_MAPS
 from ..models.configuration_linformer import SHARING_MODES
 from ..registration import FAMILIES
@@ -97,7 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample_file",
         metavar="FILE",
-        help="Text (UTF-8) to start projections and feature maps from, and to measure differences on.",
+        help="Text to start projections and feature maps from, and to measure differences on: any text file, or "
+        "JSONL, JSON, CSV, TSV or Parquet with a column text, each also .gz. Its beginning is used.",
     )
     parser.add_argument(
         "--matching_steps", type=int, metavar="STEPS", help="Training steps for each layer's feature map."
@@ -139,15 +143,17 @@ def run(arguments: argparse.Namespace) -> None:
     print(report)
 
 
-def read_texts(path: str) -> list[str]:
-    """The paragraphs of a text file, which are separated by empty lines.
+def read_texts(path: str) -> Sequence[str]:
+    """The documents of a file: of the formats of `load_files`, or of any other text file, its paragraphs.
 
     Raises:
-        ValueError: if it is not UTF-8.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not UTF-8, is damaged, or has no column `text`.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--sample_file {path} is not UTF-8 ({error.reason} at byte {error.start}).") from error
-    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
+    check_files([path], "--sample_file")
+    if os.path.splitext(path.removesuffix(".gz"))[1].lower() in FORMATS:
+        rows = load_files(path, "--sample_file")
+        if "text" not in rows.column_names:
+            raise ValueError(f"--sample_file {path} has no column 'text', only {', '.join(rows.column_names)}.")
+        return rows["text"]
+    return [paragraph for paragraph in "".join(decoded_lines(path)).split("\n\n") if paragraph.strip()]

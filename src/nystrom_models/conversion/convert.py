@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..checkpoint import load_tokenizer
 from ..models.configuration_base import BaseConfig
-from .comparison import compared_lengths, measure_differences
+from .comparison import ROWS, compared_lengths, measure_differences
 from .configurations import check_config
 from .exact_attention import exact_model
 from .feature_maps import Matching, start_feature_maps
@@ -27,7 +27,7 @@ from .principal_directions import start_projections
 from .projections import projection_places
 from .reading import SourceModel, read_source
 from .report import ConversionReport
-from .sample import Sample
+from .sample import MOST_TOKENS, Sample
 from .sources import check_head, source_head
 from .weights import take_over
 
@@ -133,7 +133,9 @@ def _convert(
         if isinstance(sample, str):
             raise TypeError("sample is one text: give a list of texts.")
         tokenizer = tokenizer or load_tokenizer(model_name_or_path, **files)
-        rows = Sample.of_texts(sample, tokenizer)
+        # No row is longer than the new model or the source, and at most ROWS rows of that length are compared.
+        longest = max(getattr(one, "max_position_embeddings", None) or 0 for one in (config, source_config))
+        rows = Sample.of_texts(sample, tokenizer, max(MOST_TOKENS, ROWS * longest))
 
     source = read_source(model_name_or_path, source_config, head, kwargs)
     model, report = take_over(source, config, head, positions)

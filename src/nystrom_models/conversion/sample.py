@@ -30,11 +30,17 @@ class Sample:
         self.before, self.after = torch.tensor(list(before)), torch.tensor(list(after))
 
     @classmethod
-    def of_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> "Sample":
-        """The concatenated texts, between the tokenizer's special tokens."""
-        # No warning about texts longer than the model: they are cut into rows.
-        ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        stream = [token for text in ids for token in text]
+    def of_texts(
+        cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, most_tokens: int | None = None
+    ) -> "Sample":
+        """The concatenated texts, between the tokenizer's special tokens; only the first ones, as soon as they have
+        `most_tokens`."""
+        stream: list[int] = []
+        for text in texts:
+            # No warning about texts longer than the model: they are cut into rows.
+            stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if most_tokens is not None and len(stream) >= most_tokens:
+                break
         if not stream:
             raise ValueError("sample has no tokens: give texts that are not empty.")
         around = tokenizer("", add_special_tokens=True)["input_ids"]
