@@ -5,6 +5,7 @@ tokenizer."""
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,9 +57,15 @@ def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedT
     """`AutoTokenizer.from_pretrained(name, **kwargs)`.
 
     Raises:
+        FileNotFoundError: if there is no such folder, and the name cannot be one on the Hub.
         ValueError: if there is none. Transformers makes one up for some kinds of models, with nothing but special
             tokens.
     """
+    if name is not None and not os.path.exists(name):
+        # A name on the Hub is `model` or `owner/model`.
+        path = Path(name)
+        if path.is_absolute() or path.parts[0] == ".." or len(path.parts) > 2:
+            raise FileNotFoundError(f"There is no folder {str(name)!r}: correct the path.")
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(
