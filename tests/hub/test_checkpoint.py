@@ -15,5 +15,5 @@ def test_a_missing_folder_is_named(name):
 @pytest.mark.parametrize("name", ["missing", "nobody/missing"])
 def test_other_names_may_be_on_the_hub(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError, match="huggingface.co|Hub"):
+    with pytest.raises(OSError, match=r"Hub|Hugging ?Face|huggingface"):
         load_tokenizer(name)
