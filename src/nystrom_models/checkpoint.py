@@ -5,10 +5,11 @@ tokenizer."""
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -62,10 +63,10 @@ def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedT
             tokens.
     """
     if name is not None and not os.path.exists(name):
-        # A name on the Hub is `model` or `owner/model`.
-        path = Path(name)
-        if path.is_absolute() or path.parts[0] == ".." or len(path.parts) > 2:
-            raise FileNotFoundError(f"There is no folder {str(name)!r}: correct the path.")
+        try:
+            validate_repo_id(str(name))
+        except HFValidationError:
+            raise FileNotFoundError(f"There is no folder {str(name)!r}: correct the path.") from None
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(

@@ -18,9 +18,11 @@ from transformers import (
     pipeline,
 )
 
+from nystrom_models.command_line.convert import TABLES
 from nystrom_models.command_line.main import main
 from nystrom_models.conversion.report import REPORT_NAME
 from nystrom_models.data import train_tokenizer
+from nystrom_models.data.files import FORMATS
 from tests.models.options import TINY, enlarge
 
 SENTENCES = (
@@ -86,11 +88,11 @@ def test_layers_stay_exact(source, tmp_path):
     torch.testing.assert_close(exact(**inputs).logits, theirs)
     assert some.config.num_landmarks == [4, None]
     found = some(**inputs).logits
-    assert (found - theirs).norm() > 1e-5 * theirs.norm()
+    assert (found - theirs).norm() > 1e-3 * theirs.norm()
     exact.config.num_landmarks = [4, None]
     assert torch.equal(exact(**inputs).logits, found)
     exact.config.num_landmarks = 4
-    assert (exact(**inputs).logits - found).norm() > 1e-5 * theirs.norm()
+    assert (exact(**inputs).logits - found).norm() > 1e-3 * theirs.norm()
 
 
 @pytest.mark.parametrize(
@@ -114,30 +116,59 @@ def test_other_families_start_from_the_text(family, options, expected, source, t
     assert model(torch.randint(5, 99, (1, 40))).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("ending", ["txt.gz", "jsonl", "md"])
-def test_a_sample_is_any_file_of_documents(ending, source, tmp_path):
+def test_a_sample_is_any_file_of_documents(source, tmp_path):
     documents = (source / "text.txt").read_text(encoding="utf-8").split("\n\n")
-    lines = [json.dumps({"text": text, "label": 0}) for text in documents]
-    content = ("\n".join(lines) if ending == "jsonl" else "\n\n".join(documents)).encode()
-    (tmp_path / f"sample.{ending}").write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
-    weights = []
-    for name, file in (("expected", source / "text.txt"), ("out", tmp_path / f"sample.{ending}")):
-        arguments = [source, tmp_path / name, "--family", "linear_transformer", "--matching_steps", 2]
+    text = "\n\n".join(documents).encode()
+    (tmp_path / "sample.txt.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "sample.md").write_bytes(text)
+    (tmp_path / "sample.jsonl").write_text("\n".join(json.dumps({"text": text, "label": 0}) for text in documents))
+    weights = {}
+    for file in (source / "text.txt", *tmp_path.glob("sample.*")):
+        arguments = [source, tmp_path / f"from {file.name}", "--family", "linear_transformer", "--matching_steps", 2]
         assert main(["convert", *map(str, arguments), "--sample_file", str(file)]) == 0
-        weights.append(load_file(tmp_path / name / "model.safetensors"))
-    assert all(torch.equal(weights[0][name], weight) for name, weight in weights[1].items())
+        weights[file.name] = load_file(tmp_path / f"from {file.name}" / "model.safetensors")
+    expected = weights.pop("text.txt")
+    assert len(weights) == 3
+    for name, found in weights.items():
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[weight], expected[weight]) for weight in expected), name
+
+
+def test_tables_are_the_formats_of_data_sets():
+    assert {*TABLES, ".txt"} == set(FORMATS)
+
+
+def test_text_is_read_without_the_extras(source, tmp_path):
+    code = (
+        "import sys\n"
+        "sys.modules['datasets'] = sys.modules['accelerate'] = None\n"
+        "from nystrom_models.command_line.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", code, "convert", source, tmp_path / "out", "--num_landmarks", "8"]
+    done = subprocess.run([*command, "--sample_file", source / "text.txt"], capture_output=True, text=True)
+    assert done.returncode == 0 and "on texts" in done.stdout, done.stderr
+    (tmp_path / "out.jsonl").write_text('{"text": "Open the file."}')
+    command[5] = tmp_path / "other"
+    done = subprocess.run([*command, "--sample_file", tmp_path / "out.jsonl"], capture_output=True, text=True)
+    assert done.returncode == 1 and "needs datasets: pip install '.[train]'" in done.stderr, done.stderr
 
 
 def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text")[:-3])
     (tmp_path / "ids.jsonl").write_text('{"ids": 1}')
     wrong = [
         ([source, tmp_path / "full"], "not an empty folder"),
         ([source, source], "not an empty folder"),
         ([source, tmp_path / "out", "--sample_file", tmp_path / "latin.txt"], "not UTF-8"),
-        ([source, tmp_path / "out", "--sample_file", tmp_path / "ids.jsonl"], "no column 'text', only ids"),
+        ([source, tmp_path / "out", "--sample_file", tmp_path / "cut.txt.gz"], "cut.txt.gz is damaged"),
+        (
+            [source, tmp_path / "out", "--sample_file", tmp_path / "ids.jsonl"],
+            "has no column 'text'; its columns are ['ids']",
+        ),
         ([source, tmp_path / "out", "--sample_file", tmp_path / "none.txt"], "none.txt is not a file"),
         ([source, tmp_path / "out", "--family", "linformer", "--num_landmarks", 8], "no field num_landmarks"),
         ([source, tmp_path / "out", "--head", "ForCausalLM"], "head='ForMaskedLM'"),
@@ -145,10 +176,10 @@ def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
     ]
     for arguments, expected in wrong:
         assert main(["convert", *map(str, arguments)]) == 1
-        # A progress bar of `datasets` may stand above it.
-        error = capsys.readouterr().err
-        last = error.splitlines()[-1]
-        assert last.startswith("nystrom-models convert: ") and expected in last, error
+        # Without the progress bar of a table and its blank line.
+        lines = capsys.readouterr().err.splitlines()
+        error = [line for line in lines if line and "Generating train split" not in line]
+        assert len(error) == 1 and expected in error[0], error
     assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit):
         main(["convert", str(source), str(tmp_path / "out"), "--num_landmarks", "many"])

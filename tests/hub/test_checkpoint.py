@@ -6,7 +6,7 @@ import pytest
 from nystrom_models.checkpoint import load_tokenizer
 
 
-@pytest.mark.parametrize("name", ["outputs/missing/pretrained", "../missing", "/missing"])
+@pytest.mark.parametrize("name", ["outputs/missing/pretrained", "../missing", "./missing", "/missing"])
 def test_a_missing_folder_is_named(name):
     with pytest.raises(FileNotFoundError, match=f"There is no folder '{name}'"):
         load_tokenizer(name)

@@ -7,9 +7,11 @@ flag sets are taken from the source.
 """
 
 import argparse
+import gzip
 import json
 import logging
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +21,14 @@ from ..conversion import Matching, convert_checkpoint, converted_config
 from ..conversion.convert import check_output_dir
 from ..conversion.positions import METHODS
 from ..conversion.sources import HEADS
-from ..data.files import FORMATS, check_files, decoded_lines, load_files
 from ..models.configuration_linear_transformer import FEATURE_MAPS
 from ..models.configuration_linformer import SHARING_MODES
 from ..registration import FAMILIES
 
 FAMILY_NAMES = tuple(family.config_class.model_type for family in FAMILIES)
+
+# Endings of files that `datasets` reads, which is an extra; all others are text.
+TABLES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def number_or_none(text: str) -> int | None:
@@ -101,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sample_file",
         metavar="FILE",
         help="Text to start projections and feature maps from, and to measure differences on: any text file, or "
-        "JSONL, JSON, CSV, TSV or Parquet with a column text, each also .gz. Its beginning is used.",
+        "JSONL, JSON, CSV, TSV or Parquet with a column text; each also .gz. Its beginning is used.",
     )
     parser.add_argument(
         "--matching_steps", type=int, metavar="STEPS", help="Training steps for each layer's feature map."
@@ -144,16 +148,35 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str) -> Sequence[str]:
-    """The documents of a file: of the formats of `load_files`, or of any other text file, its paragraphs.
+    """The column `text` of a table, or the paragraphs of a text file, which are separated by empty lines.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is not UTF-8, is damaged, or has no column `text`.
+        ImportError: if a table is given, and `datasets` is not installed.
+        ValueError: if the file is not UTF-8 or damaged, or a table has a row without `text`.
     """
-    check_files([path], "--sample_file")
-    if os.path.splitext(path.removesuffix(".gz"))[1].lower() in FORMATS:
-        rows = load_files(path, "--sample_file")
-        if "text" not in rows.column_names:
-            raise ValueError(f"--sample_file {path} has no column 'text', only {', '.join(rows.column_names)}.")
-        return rows["text"]
-    return [paragraph for paragraph in "".join(decoded_lines(path)).split("\n\n") if paragraph.strip()]
+    if path.removesuffix(".gz").lower().endswith(TABLES):
+        return _read_table(path)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"--sample_file {path} is not a file.")
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--sample_file {path} is not UTF-8 ({error.reason} at byte {error.start}).") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"--sample_file {path} is damaged: {error}.") from error
+    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
+
+
+def _read_table(path: str) -> Sequence[str]:
+    try:
+        from ..data.classification import require_column
+        from ..data.files import load_files
+    except ImportError as error:
+        raise ImportError(
+            f"--sample_file {path} needs {error.name}: pip install '.[train]' in the repository, or give a text file."
+        ) from error
+    rows = load_files(path, "--sample_file")
+    require_column(rows, "text", f"the file of --sample_file, {path},")
+    return rows["text"]

@@ -133,9 +133,9 @@ def _convert(
         if isinstance(sample, str):
             raise TypeError("sample is one text: give a list of texts.")
         tokenizer = tokenizer or load_tokenizer(model_name_or_path, **files)
-        # No row is longer than the new model or the source, and at most ROWS rows of that length are compared.
-        longest = max(getattr(one, "max_position_embeddings", None) or 0 for one in (config, source_config))
-        rows = Sample.of_texts(sample, tokenizer, max(MOST_TOKENS, ROWS * longest))
+        # Texts beyond the rows that are used are not tokenized.
+        most_tokens = max(MOST_TOKENS, ROWS * (config.max_position_embeddings or 0))
+        rows = Sample.of_texts(sample, tokenizer, most_tokens)
 
     source = read_source(model_name_or_path, source_config, head, kwargs)
     model, report = take_over(source, config, head, positions)
@@ -145,7 +145,7 @@ def _convert(
     if measure:
         if rows is None:
             longest = max(compared_lengths(model, source))
-            rows = Sample.random(source_config.vocab_size, 4 * longest, source_config.pad_token_id)
+            rows = Sample.random(source_config.vocab_size, ROWS * longest, source_config.pad_token_id)
         report.differences = measure_differences(model, source, rows, report)
     if warnings := report.warnings():
         logger.warning("\n".join([f"{report.model} from {report.source}:", *(f"- {line}" for line in warnings)]))
