@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cut long documents, such as books, into pieces with the document's label, to train and evaluate classifiers.
+
+    python examples/cut_documents.py --input_file novels.jsonl --num_words 5000 --skip_words 300 --max_pieces 20 \\
+        --output_file pieces.jsonl
+
+writes a row for each piece: its text on one line, all other columns of its document, and the document's number from 0
+in the column document. Cut training and test documents separately, so that no document is in both.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, Features, Value
+
+from nystrom_models.data import load_files
+from nystrom_models.data.classification import require_column
+from nystrom_models.training.arguments import parse_arguments
+
+
+@dataclass(kw_only=True)
+class CutArguments:
+    """Documents, and the size and number of their pieces."""
+
+    input_file: list[str] = field(
+        metadata={"help": "Files of documents: .txt, .json, .jsonl, .csv, .tsv or .parquet, each also .gz."}
+    )
+    output_file: str = field(metadata={"help": "File for the pieces: .jsonl or .jsonl.gz."})
+    num_words: int = field(metadata={"help": "Words of a piece, as separated by white space."})
+    text_column_name: str = field(default="text", metadata={"help": "Column of the documents' texts."})
+    label_column_name: str | None = field(
+        default=None, metadata={"help": "Column of the label: documents without one (-1 or null) are left out."}
+    )
+    skip_words: int = field(default=0, metadata={"help": "Leave out the first words of each document, this many."})
+    max_pieces: int | None = field(
+        default=None,
+        metadata={"help": "Largest number of pieces of a document, spread evenly over it; by default all."},
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder where prepared data are cached."})
+
+    def __post_init__(self):
+        for name, least in (("num_words", 1), ("skip_words", 0), ("max_pieces", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name} must be at least {least}, but is {value}.")
+        if not self.output_file.endswith((".jsonl", ".jsonl.gz")):
+            raise ValueError(f"--output_file must end in .jsonl or .jsonl.gz, but is {self.output_file}.")
+
+
+def pieces(text: str, num_words: int, skip_words: int = 0, max_pieces: int | None = None) -> Iterator[str]:
+    """Pieces of exactly `num_words` words, without overlap; words after the last whole piece are left out. A document
+    with fewer words after `skip_words` is one piece, unless none is left."""
+    words = text.split()[skip_words:]
+    number = len(words) // num_words or min(len(words), 1)
+    chosen = number if max_pieces is None else min(number, max_pieces)
+    for i in range(chosen):
+        start = i * number // chosen * num_words
+        yield " ".join(words[start : start + num_words])
+
+
+def main(args: Sequence[str] | None = None) -> Dataset:
+    """Runs the script with command-line arguments, and returns the pieces that it wrote."""
+    (arguments,) = parse_arguments((CutArguments,), args, __doc__)
+    text, label = arguments.text_column_name, arguments.label_column_name
+    size = (arguments.num_words, arguments.skip_words, arguments.max_pieces)
+    documents = load_files(arguments.input_file, "--input_file", arguments.cache_dir)
+    for column in (text, label):
+        if column is not None:
+            require_column(documents, column, "--input_file")
+    if "document" in documents.column_names:
+        raise ValueError("--input_file has a column 'document', where the documents' numbers go: rename it.")
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, document in enumerate(documents):
+            if label is None or document[label] not in (-1, None):
+                for piece in pieces(document[text] or "", *size):
+                    yield {**document, text: piece, "document": number}
+
+    if next(rows(), None) is None:
+        labelled = "" if label is None else f"a label in {label!r} and "
+        raise ValueError(f"No document has {labelled}more than --skip_words {arguments.skip_words} words.")
+    features = Features({**documents.features, "document": Value("int64")})
+    found = Dataset.from_generator(rows, features, cache_dir=arguments.cache_dir)
+    found.to_json(arguments.output_file)
+    used = len(found.unique("document"))
+    print(f"{len(found):,} pieces of {used:,} documents in {arguments.output_file}", end="")
+    print(f"; {left:,} documents left out." if (left := len(documents) - used) else ".")
+    return found
+
+
+if __name__ == "__main__":
+    main()

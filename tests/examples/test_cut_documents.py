@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from itertools import pairwise
+
+import cut_documents
+import pytest
+import run_imdb
+from datasets import load_dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.integers(0, 60), st.integers(1, 12), st.integers(0, 20), st.none() | st.integers(1, 6))
+def test_pieces(length, num_words, skip_words, max_pieces):
+    """Pieces follow each other, do not overlap, and have the size asked for; the first and the last third are read."""
+    found = [
+        piece.split(" ")
+        for piece in cut_documents.pieces(" \n".join(map(str, range(length))), num_words, skip_words, max_pieces)
+    ]
+    words = [int(word) for piece in found for word in piece]
+    assert words == sorted(set(words)) and all(skip_words <= word < length for word in words)
+    left = max(length - skip_words, 0)
+    whole = left // num_words
+    assert len(found) == (min(whole, max_pieces or whole) if whole else bool(left))
+    assert all(len(piece) == (num_words if whole else left) for piece in found)
+    if found:
+        assert words[0] == skip_words
+        # Evenly spread: what is left out between two pieces, or at the end, differs by at most a piece.
+        starts = [(int(piece[0]) - skip_words) // num_words for piece in found] + [max(whole, 1)]
+        steps = [b - a for a, b in pairwise(starts)]
+        assert max(steps) - min(steps) <= 1
+
+
+@pytest.fixture
+def books(write_rows, filler):
+    """Two books by each of two authors, one of them short, and one whose author is not known."""
+    rows = [
+        {"author": author, "label": label, "text": f"by {author}\n\n{filler(200, label)} {word} " * times}
+        for author, label, word in (("Ann", 0, "good"), ("Ben", 1, "bad"))
+        for times in (1, 5)
+    ]
+    return write_rows([*rows, {"author": "unknown", "label": -1, "text": filler(500, 9)}])
+
+
+def test_books(books, tmp_path, capsys):
+    """Pieces have their book's columns; an unlabelled book is left out and counted; a script trains on the file."""
+    path = tmp_path / "pieces.jsonl"
+    flags = ["--input_file", books, "--num_words", "50", "--skip_words", "2", "--label_column_name", "label"]
+    flags += ["--cache_dir", str(tmp_path / "cache")]
+    cut_documents.main([*flags, "--max_pieces", "8", "--output_file", str(path)])
+    assert f"24 pieces of 4 documents in {path}; 1 documents left out." in capsys.readouterr().out
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["document"] for row in rows] == [0] * 4 + [1] * 8 + [2] * 4 + [3] * 8
+    assert {(row["author"], row["label"], row["document"] > 1) for row in rows} == {
+        ("Ann", 0, False),
+        ("Ben", 1, True),
+    }
+    assert all(len(row["text"].split(" ")) == 50 and "\n" not in row["text"] for row in rows)
+
+    zipped = str(tmp_path / "pieces.jsonl.gz")
+    found = cut_documents.main([*flags, "--output_file", zipped])
+    again = load_dataset("json", data_files=zipped, split="train", cache_dir=str(tmp_path / "cache"))
+    assert again.to_list() == found.to_list() and len(found) > len(rows)
+
+
+def test_train_on_pieces(books, checkpoint, tmp_path):
+    path = str(tmp_path / "pieces.jsonl")
+    cut_documents.main(
+        ["--input_file", books, "--num_words", "50", "--label_column_name", "label", "--output_file", path]
+    )
+    run = [
+        "--model_name_or_path",
+        checkpoint,
+        "--train_file",
+        path,
+        "--validation_file",
+        path,
+        "--max_train_steps",
+        "2",
+    ]
+    assert "accuracy" in run_imdb.main([*run, "--output_dir", str(tmp_path / "run")])["validation"]
+
+
+def test_wrong_input_is_refused(books, write_rows, tmp_path):
+    def cut(file, *flags, output="pieces.jsonl"):
+        cut_documents.main(["--input_file", file, "--output_file", str(tmp_path / output), *flags])
+
+    for flag, value in (("num_words", "0"), ("skip_words", "-1"), ("max_pieces", "0")):
+        with pytest.raises(ValueError, match=f"--{flag} must be at least"):
+            cut(books, "--num_words", "5", f"--{flag}", value)
+    with pytest.raises(ValueError, match=r"must end in .jsonl or .jsonl.gz, but is .*pieces.csv"):
+        cut(books, "--num_words", "5", output="pieces.csv")
+    with pytest.raises(ValueError, match="--input_file has no column 'body'"):
+        cut(books, "--num_words", "5", "--text_column_name", "body")
+    with pytest.raises(ValueError, match="No document has more than --skip_words 10000 words"):
+        cut(books, "--num_words", "5", "--skip_words", "10000")
+    with pytest.raises(ValueError, match="a column 'document'"):
+        cut(write_rows([{"text": "a", "document": 7}]), "--num_words", "5")
+    assert not list(tmp_path.iterdir())
