@@ -54,6 +54,21 @@ def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any
     return model.eval()
 
 
+def require_possible(name: str | os.PathLike | None, correct: str = "the path") -> None:
+    """Raises a FileNotFoundError if `name` neither exists nor can be a name on the Hub, which has at most one slash.
+
+    Args:
+        name: a file, a folder or a name on the Hub; nothing is checked if None.
+        correct: what the message asks to correct, such as a flag.
+    """
+    if name is None or os.path.exists(name):
+        return
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError:
+        raise FileNotFoundError(f"There is no file or folder {str(name)!r}: correct {correct}.") from None
+
+
 def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedTokenizerBase:
     """`AutoTokenizer.from_pretrained(name, **kwargs)`.
 
@@ -62,11 +77,7 @@ def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedT
         ValueError: if there is none. Transformers makes one up for some kinds of models, with nothing but special
             tokens.
     """
-    if name is not None and not os.path.exists(name):
-        try:
-            validate_repo_id(str(name))
-        except HFValidationError:
-            raise FileNotFoundError(f"There is no folder {str(name)!r}: correct the path.") from None
+    require_possible(name)
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(

@@ -8,7 +8,7 @@ from nystrom_models.checkpoint import load_tokenizer
 
 @pytest.mark.parametrize("name", ["outputs/missing/pretrained", "../missing", "./missing", "/missing"])
 def test_a_missing_folder_is_named(name):
-    with pytest.raises(FileNotFoundError, match=f"There is no folder '{name}'"):
+    with pytest.raises(FileNotFoundError, match=f"There is no file or folder '{name}': correct the path"):
         load_tokenizer(name)
 
 

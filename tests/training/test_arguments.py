@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `--help` of the scripts prints, and what they take from recipes and the command line."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 
 import pytest
 
@@ -55,3 +55,15 @@ def test_fields_of_a_recipe_stay_beside_those_of_the_command_line(given, expecte
     assert flags.config_overrides == expected and flags.steps == 5
     config = override(NystromformerConfig(num_hidden_layers=2), flags.config_overrides)
     assert config.hidden_dropout_prob == 0 and config.num_landmarks == (16 if "num" in "".join(given) else [8, None])
+
+
+@pytest.mark.parametrize("name", ["model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name"])
+def test_a_missing_folder_is_named_with_its_flag(name, tmp_path):
+    """A folder that exists, and a name that can be one on the Hub, are no errors."""
+    Flags = make_dataclass("Flags", [(name, str | None, None)])
+    with pytest.raises(FileNotFoundError, match=f"or folder 'outputs/missing/pretrained': correct --{name}\\."):
+        parse_arguments((Flags,), [f"--{name}", "outputs/missing/pretrained"])
+    for good in (str(tmp_path), "google-bert/bert-base-uncased", "gpt2"):
+        (flags,) = parse_arguments((Flags,), [f"--{name}", good])
+        assert getattr(flags, name) == good
+    assert parse_arguments((Flags,), []) == (Flags(),)

@@ -12,8 +12,12 @@ from typing import Any, Literal
 import torch
 from transformers import HfArgumentParser
 
+from ..checkpoint import require_possible
 from .checkpoints import CheckpointArguments
 from .selection import Goal
+
+# Flags that name a folder or a repository on the Hub; --config_name also a file.
+_CHECKPOINTS = ("model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name")
 
 
 @dataclass(kw_only=True)
@@ -223,7 +227,7 @@ def parse_arguments(
         description: the first lines of `--help`.
 
     Raises:
-        FileNotFoundError: if there is no such recipe.
+        FileNotFoundError: if there is no such recipe, model, configuration or tokenizer.
     """
     recipes = ArgumentParser(add_help=False, allow_abbrev=False)
     recipes.add_argument("--recipe", action="append", default=[])
@@ -242,4 +246,8 @@ def parse_arguments(
         epilog="--recipe FILE takes flags from a file; flags on the command line take precedence, of "
         "--config_overrides field by field.",
     )
-    return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    parsed = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    for arguments in parsed:
+        for name in _CHECKPOINTS:
+            require_possible(getattr(arguments, name, None), f"--{name}")
+    return parsed
