@@ -5,15 +5,19 @@
 
 --runs takes the --output_dir of finished runs. The table has the settings in which the runs differ, the tokens and
 hours of their training, and their scores on held-out data.
+
+    python examples/plot_runs.py --runs outputs/k32 outputs/k64 outputs/softmax --labels nystrom nystrom softmax \\
+        --x num_landmarks --metrics accuracy --output accuracy.png
+
+draws the scores of finished runs over a setting in which they differ. A line joins the runs with the same label.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from nystrom_models.training.arguments import parse_arguments
-from nystrom_models.training.comparison import comparison_table, labels_of, read_run
-from nystrom_models.training.curve import plot_history, read_history
+from nystrom_models.training.comparison import comparison_table, labels_of, read_run, score_names, scores_over
+from nystrom_models.training.curve import AXES, plot_history, plot_scores, read_history
 
 
 @dataclass(kw_only=True)
@@ -23,23 +27,36 @@ class PlotArguments:
     runs: list[str] = field(metadata={"help": "The --output_dir of every run."})
     labels: list[str] | None = field(default=None, metadata={"help": "Their names; by default, those of the folders."})
     output: str = field(default="training_curves.png", metadata={"help": "Picture to write: .png, .svg or .pdf."})
-    x: Literal["step", "num_input_tokens_seen"] = field(
-        default="step", metadata={"help": "The horizontal axis: steps, or tokens if steps differ in size."}
+    x: str = field(
+        default="step",
+        metadata={
+            "help": "The horizontal axis: step; num_input_tokens_seen if steps differ in size; or, for scores, a flag "
+            "or a field of the configuration in which the runs differ, such as max_position_embeddings."
+        },
     )
-    metrics: list[str] | None = field(default=None, metadata={"help": "Scores in the table; by default, all."})
+    metrics: list[str] | None = field(
+        default=None, metadata={"help": "Scores in the table, and in a picture of scores; by default, all."}
+    )
 
     def __post_init__(self):
-        self.labels = labels_of(self.runs, self.labels, "run")
+        self.labels = labels_of(self.runs, self.labels, "run", repeated=self.x not in AXES)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the script with command-line arguments."""
     (arguments,) = parse_arguments((PlotArguments,), args, __doc__)
-    histories = {label: read_history(run) for label, run in zip(arguments.labels, arguments.runs, strict=True)}
-    plot_history(histories, arguments.output, arguments.x)
+    labels = arguments.labels
+    if arguments.x in AXES:
+        histories = {label: read_history(run) for label, run in zip(labels, arguments.runs, strict=True)}
+        plot_history(histories, arguments.output, arguments.x)
+        runs = [read_run(run) for run in arguments.runs]
+    else:
+        runs = [read_run(run) for run in arguments.runs]
+        points = scores_over(runs, labels, arguments.x)
+        plot_scores(points, arguments.output, arguments.x, score_names(runs, arguments.metrics))
+        labels = [f"{label}, {run}" for label, run in zip(labels, arguments.runs, strict=True)]
     print(f"Drawn: {arguments.output}\n")
-    runs = {label: read_run(run) for label, run in zip(arguments.labels, arguments.runs, strict=True)}
-    print(comparison_table(runs, arguments.metrics))
+    print(comparison_table(dict(zip(labels, runs, strict=True)), arguments.metrics))
 
 
 if __name__ == "__main__":

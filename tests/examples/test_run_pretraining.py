@@ -117,6 +117,26 @@ def test_curves_and_a_table_of_two_runs(trained, tmp_path, capsys):
     assert table[2].startswith("| one | 0.1 | 0.0") and f"{results['validation']['mlm_accuracy']:.4g} |" in table[3]
 
 
+def test_scores_over_a_setting_and_a_table(trained, tmp_path, capsys):
+    """Two runs with the same label, which differ in the seed."""
+    _, output, results, _ = trained
+    other = tmp_path / "other"
+    other.mkdir()
+    content = json.loads((output / "all_results.json").read_text())
+    content["arguments"]["seed"] = 5
+    (other / "all_results.json").write_text(json.dumps(content))
+    shutil.copy(output / "config.json", other)
+    runs = ["--runs", str(output), str(other), "--labels", "mine", "mine", "--metrics", "mlm_accuracy"]
+    plot_runs.main([*runs, "--x", "seed", "--output", str(tmp_path / "scores.png")])
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+    table = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert table[0] == "| run | `seed` | million tokens | hours | mlm_accuracy |"
+    assert table[2].startswith(f"| mine, {output} | 0 |") and table[3].startswith(f"| mine, {other} | 5 |")
+    assert table[3].endswith(f"{results['validation']['mlm_accuracy']:.4g} |")
+    with pytest.raises(ValueError, match="do not differ in 'steps', but in seed"):
+        plot_runs.main([*runs, "--x", "steps"])
+
+
 def documents_of(corpus, **options):
     """The documents of a run with these flags."""
     fields = {"output_dir": "x", "config_name": "x", "tokenizer_name": "x", "train_file": [f"{corpus}/train.txt"]}

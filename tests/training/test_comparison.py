@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from nystrom_models.training.comparison import comparison_table, differences, read_run
+from nystrom_models.training.comparison import comparison_table, differences, labels_of, read_run, scores_over
 
 
 def run_of(folder, results=None, config=None, **arguments):
@@ -43,6 +43,32 @@ def test_settings_that_differ_cost_and_scores(tmp_path):
     assert comparison_table(runs, ["accuracy"]).splitlines()[-1] == "| better | muon | 32 | 2.5 | 0.25 | 0.5 |"
     with pytest.raises(ValueError, match="No run has a score 'f1'; there are loss, accuracy"):
         comparison_table(runs, ["f1"])
+
+
+def test_scores_over_a_flag_or_a_field_of_the_model(tmp_path):
+    scored = [{"validation": {"accuracy": value, "note": "text"}} for value in (0.5, 0.6, 0.7)]
+    runs = [
+        run_of(tmp_path / str(number), result, {"num_landmarks": landmarks}, learning_rate=rate, optim=optim)
+        for number, (result, landmarks, rate, optim) in enumerate(
+            zip(scored, (16, 32, 32), (0.1, 0.1, 0.2), ("adamw", "muon", "muon"), strict=True)
+        )
+    ]
+    labels = ["a", "b", "a"]
+    found = scores_over(runs, labels, "num_landmarks")
+    assert found == {"a": [(16, {"accuracy": 0.5}), (32, {"accuracy": 0.7})], "b": [(32, {"accuracy": 0.6})]}
+    assert [value for line in scores_over(runs, labels, "learning_rate").values() for value, _ in line] == [
+        0.1,
+        0.2,
+        0.1,
+    ]
+    with pytest.raises(ValueError, match="do not differ in 'hidden_size', but in optim, learning_rate, num_landmarks"):
+        scores_over(runs, labels, "hidden_size")
+    with pytest.raises(ValueError, match="optim is 'adamw' in the run a, which is not a number"):
+        scores_over(runs, labels, "optim")
+    assert labels_of(["x", "y", "z"], labels, "run", repeated=True) == labels
+    for repeated, given in ((False, labels), (True, labels[:2])):
+        with pytest.raises(ValueError, match="--labels must be 3"):
+            labels_of(["x", "y", "z"], given, "run", repeated)
 
 
 def test_one_run_has_no_differences(tmp_path):

@@ -5,7 +5,7 @@ import math
 import matplotlib.figure
 import pytest
 
-from nystrom_models.training.curve import plot_history, read_history
+from nystrom_models.training.curve import plot_history, plot_scores, read_history
 
 HISTORY = [
     {"step": 1, "mlm_loss": 5.0, "sop_loss": float("nan"), "learning_rate": 1.0},
@@ -69,6 +69,22 @@ def test_curves_over_tokens(drawn, tmp_path):
         plot_history({"a": HISTORY}, tmp_path / "none.png", "num_input_tokens_seen")
     with pytest.raises(ValueError, match="x must be one of step"):
         plot_history(runs, tmp_path / "none.png", "tokens")
+
+
+def test_scores_over_a_setting(drawn, tmp_path):
+    """A line for each label, in the order of the setting; a run without a score is left out of its panel."""
+    points = {
+        "nystrom": [(64, {"accuracy": 0.7, "loss": 1.0}), (16, {"accuracy": 0.6}), (256, {"accuracy": 0.9})],
+        "softmax": [(256, {"accuracy": 0.8})],
+    }
+    plot_scores(points, tmp_path / "scores.png", "num_landmarks", ["accuracy", "loss"])
+    assert lines(drawn["accuracy"]) == [("nystrom", [16, 64, 256], [0.6, 0.7, 0.9]), ("softmax", [256], [0.8])]
+    assert lines(drawn["loss"]) == [("nystrom", [64], [1.0]), ("softmax", [], [])]
+    assert drawn["accuracy"].get_xscale() == "log" and drawn["accuracy"].get_xticks().tolist() == [16, 64, 256]
+    assert drawn["accuracy"].get_xlabel() == "num_landmarks" and (tmp_path / "scores.png").stat().st_size
+
+    plot_scores({"a": [(0, {"accuracy": 0.7}), (9, {"accuracy": 0.6})]}, tmp_path / "scores.svg", "seed", ["accuracy"])
+    assert drawn["accuracy"].get_xscale() == "linear"
 
 
 def test_nothing_to_draw(tmp_path):

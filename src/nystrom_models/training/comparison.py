@@ -29,13 +29,15 @@ def read_run(output_dir: str | os.PathLike) -> dict[str, Any]:
     return {"results": content["results"], "arguments": content["arguments"], "config": config}
 
 
-def labels_of(folders: Sequence[str], labels: Sequence[str] | None, what: str) -> list[str]:
+def labels_of(folders: Sequence[str], labels: Sequence[str] | None, what: str, repeated: bool = False) -> list[str]:
     """The `labels` of --labels; by default, the names of the folders. what: "run" or "model", for a message.
 
     Raises:
-        ValueError: if there are not as many as folders, or two are equal.
+        ValueError: if there are not as many as folders, or two are equal and not `repeated`.
     """
     found = [Path(folder).resolve().name for folder in folders] if labels is None else list(labels)
+    if repeated and len(found) == len(folders):
+        return found
     if len(found) != len(folders) or len(set(found)) != len(found):
         raise ValueError(f"--labels must be {len(folders)} different names, one for each {what}.")
     return found
@@ -58,6 +60,42 @@ def differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     }
 
 
+def scores(run: Mapping[str, Any]) -> dict[str, float]:
+    """The scores of `validation` that are numbers."""
+    return {name: value for name, value in run["results"].get("validation", {}).items() if _is_number(value)}
+
+
+def score_names(runs: Sequence[Mapping[str, Any]], metrics: Sequence[str] | None = None) -> list[str]:
+    """The names in `metrics`; by default, all scores of any run.
+
+    Raises:
+        ValueError: if no run has a score of this name.
+    """
+    found = list(dict.fromkeys(name for run in runs for name in scores(run)))
+    if unknown := [name for name in metrics or () if name not in found]:
+        raise ValueError(f"No run has a score {unknown[0]!r}; there are {', '.join(found)}.")
+    return found if metrics is None else list(metrics)
+
+
+def scores_over(
+    runs: Sequence[Mapping[str, Any]], labels: Sequence[str], setting: str
+) -> dict[str, list[tuple[float, dict[str, float]]]]:
+    """The value of a setting and the scores, for each run of a label.
+
+    Raises:
+        ValueError: if the runs do not differ in this setting, or it is not a number.
+    """
+    settings = differences({str(number): run for number, run in enumerate(runs)})
+    found: dict[str, list[tuple[float, dict[str, float]]]] = {}
+    for label, run, own in zip(labels, runs, settings.values(), strict=True):
+        if setting not in own:
+            raise ValueError(f"The runs do not differ in {setting!r}, but in {', '.join(own) or 'nothing'}.")
+        if not _is_number(own[setting]):
+            raise ValueError(f"{setting} is {own[setting]!r} in the run {label}, which is not a number to draw over.")
+        found.setdefault(label, []).append((own[setting], scores(run)))
+    return found
+
+
 def comparison_table(runs: Mapping[str, Mapping[str, Any]], metrics: Sequence[str] | None = None) -> str:
     """A table in Markdown: each run's settings that differ, the tokens and hours of its training, and its scores.
 
@@ -69,13 +107,7 @@ def comparison_table(runs: Mapping[str, Mapping[str, Any]], metrics: Sequence[st
         ValueError: if no run has a score of this name.
     """
     settings = differences(runs)
-    scores = {label: run["results"].get("validation", {}) for label, run in runs.items()}
-    found = dict.fromkeys(
-        name for each in scores.values() for name, value in each.items() if isinstance(value, int | float)
-    )
-    if unknown := [name for name in metrics or () if name not in found]:
-        raise ValueError(f"No run has a score {unknown[0]!r}; there are {', '.join(found)}.")
-    names = list(found if metrics is None else metrics)
+    names = score_names(list(runs.values()), metrics)
     varying = list(next(iter(settings.values()), {}))
     head = ["run", *(f"`{name}`" for name in varying), "million tokens", "hours", *names]
     lines = [f"| {' | '.join(head)} |", f"| --- |{' --- |' * len(varying)}{' ---: |' * (2 + len(names))}"]
@@ -85,7 +117,7 @@ def comparison_table(runs: Mapping[str, Mapping[str, Any]], metrics: Sequence[st
         cells = [label, *(_cell(settings[label][name]) for name in varying)]
         cells.append("" if tokens is None else f"{tokens / 1e6:.1f}")
         cells.append("" if seconds is None else f"{seconds / 3600:.2f}")
-        cells += [_number(scores[label].get(name)) for name in names]
+        cells += [_number(scores(run).get(name)) for name in names]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -94,5 +126,9 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, float) else markdown_cell(value)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else ""
+    return f"{value:.4g}" if _is_number(value) else ""

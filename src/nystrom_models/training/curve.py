@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training curves of one run, or of several runs in one picture."""
+"""Pictures of one run or several: training curves, and scores over a setting."""
 
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .results import read_json_lines
 
@@ -32,6 +33,21 @@ def _series(history: Sequence[Mapping[str, float]], name: str, x: str) -> tuple[
     return [place for place, _ in points], [value for _, value in points]
 
 
+def _panels(number: int) -> tuple[Any, list[Any]]:
+    """A figure and its axes, in rows of two."""
+    try:
+        from matplotlib.figure import Figure  # training does not need it
+    except ImportError as error:
+        raise ImportError("matplotlib is needed to draw: pip install matplotlib.") from error
+    columns = min(2, number)
+    rows = math.ceil(number / columns)
+    figure = Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained")
+    found = [figure.add_subplot(rows, columns, place + 1) for place in range(number)]
+    for axes in found:
+        axes.grid(alpha=0.3)
+    return figure, found
+
+
 def plot_history(
     histories: Mapping[str, Sequence[Mapping[str, float]]], path: str | os.PathLike, x: str = "step"
 ) -> None:
@@ -51,19 +67,12 @@ def plot_history(
     for label, history in histories.items():
         if any(x not in row for row in history):
             raise ValueError(f"The run {label} did not log {x}: draw it over the steps.")
-    try:
-        from matplotlib.figure import Figure  # training does not need it
-    except ImportError as error:
-        raise ImportError("matplotlib is needed to draw: pip install matplotlib.") from error
     found = {name.removeprefix(_HELD_OUT) for history in histories.values() for row in history for name in row}
     panels = [name for name in _LABELS if name in found]
     if not panels:
         raise ValueError("The runs logged no losses: train for at least --logging_steps steps.")
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained")
-    for number, name in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, number + 1)
+    figure, panel_axes = _panels(len(panels))
+    for axes, name in zip(panel_axes, panels, strict=True):
         for color, (label, history) in enumerate(histories.items()):
             places, values = _series(history, name, x)
             held_out = _series(history, _HELD_OUT + name, x)
@@ -74,7 +83,37 @@ def plot_history(
                 label = f"{label}, held out" if len(histories) > 1 else "held out"
                 axes.plot(*held_out, "o--", color=f"C{color}", markersize=4, linewidth=1, label=label)
         axes.set(xlabel=AXES[x], ylabel=_LABELS[name])
-        axes.grid(alpha=0.3)
-        if number == 0:
-            axes.legend()
+    panel_axes[0].legend()
+    figure.savefig(path, dpi=100)
+
+
+def plot_scores(
+    points: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]],
+    path: str | os.PathLike,
+    setting: str,
+    metrics: Sequence[str],
+) -> None:
+    """Draws a panel for each score, over a setting of the runs. The axis is logarithmic from a ratio of 8 on.
+
+    Args:
+        points: for each label the runs that a line joins: the value of the setting, and the scores by name.
+        path: a .png, .svg or .pdf file.
+        setting: name of the horizontal axis.
+        metrics: names of the scores.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    figure, panel_axes = _panels(len(metrics))
+    places = sorted({place for line in points.values() for place, _ in line})
+    for axes, name in zip(panel_axes, metrics, strict=True):
+        for label, line in points.items():
+            drawn = sorted((place, scores[name]) for place, scores in line if name in scores)
+            axes.plot([place for place, _ in drawn], [score for _, score in drawn], "o-", markersize=4, label=label)
+        axes.set(xlabel=setting, ylabel=name)
+        if places[0] > 0 and places[-1] >= 8 * places[0]:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+            axes.minorticks_off()
+    panel_axes[0].legend()
     figure.savefig(path, dpi=100)
