@@ -81,6 +81,8 @@ def test_results_are_in_the_metadata():
     [
         (NystromformerConfig(num_hidden_layers=2, num_landmarks=[64, 32]), "time and memory linear"),
         (NystromformerConfig(num_hidden_layers=2, num_landmarks=[64, None]), "time quadratic, and memory linear,"),
+        (NystromformerConfig(num_landmarks=256, max_position_embeddings=256), "time quadratic, and memory linear,"),
+        (NystromformerConfig(num_landmarks=255, max_position_embeddings=256), "time and memory linear"),
         (NystromformerConfig(num_landmarks=None), "time quadratic, and memory linear,"),
         (LinformerConfig(), "time and memory linear"),
         (LinearTransformerConfig(), "time and memory linear"),
@@ -90,6 +92,8 @@ def test_results_are_in_the_metadata():
 def test_exact_layers_take_quadratic_time(config, cost):
     text = str(configuration_card(config, name="x", file="x.json"))
     assert f"{cost} in their number." in text
+    approximates = isinstance(config, NystromformerConfig) and config.num_landmarks not in (None, 256)
+    assert ("get an approximation" in text or "layers, an approximation" in text) == approximates
     assert ("64 landmarks, 6 iterations of the pseudo-inverse; exact in 1 of 2 layers" in text) == (
         getattr(config, "num_landmarks", 0) == [64, None]
     )

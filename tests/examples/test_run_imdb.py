@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import ast
 import json
 from pathlib import Path
 
@@ -76,6 +77,16 @@ def test_all_of_a_document_is_read_in_windows(checkpoint, filler, write_rows, tm
     right = [line.split("\t")[1] == row["label"] for line, row in zip(lines, dev, strict=True)]
     assert sum(right) / 40 == pytest.approx(results["validation"]["accuracy"])
     assert results["test"] == results["validation"]
+    # The card's snippet reads the windows, too, and prints the mean logits of the last document.
+    card = (tmp_path / "output" / "README.md").read_text()
+    snippet = card.split("```python\nimport nystrom_models\n")[1].split("```")[0]
+    for old, new in (("output", str(tmp_path / "output")), ("Replace this text by your own.", dev[-1]["text"])):
+        assert f'"{old}"' in snippet
+        snippet = snippet.replace(f'"{old}"', repr(new))
+    capsys.readouterr()
+    exec(snippet, {})
+    shown = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
+    assert list(shown.values()) == pytest.approx(logits.tolist(), abs=1e-4)
     # The same model, when it reads the head alone.
     options = ["--no_do_train", "--validation_file", long, "--max_length", "18"]
     head = run(f"{tmp_path}/output", tmp_path / "head", *options)

@@ -65,6 +65,25 @@ texts = tokenizer({example}, padding=True, return_tensors="pt")
 logits = model(**{{name: tensor[None] for name, tensor in texts.items()}}).logits
 print(model.config.id2label[int(logits.argmax())])"""
 
+# A pipeline reads no windows.
+_WINDOWS = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name}{options})
+model = AutoModelForSequenceClassification.from_pretrained({name}{options})
+windows = tokenizer(
+    {example},
+    truncation=True,
+    max_length={length},
+    stride={stride},
+    return_overflowing_tokens=True,
+    padding=True,
+    return_tensors="pt",
+)
+del windows["overflow_to_sample_mapping"]
+logits = model(**windows).logits.mean(0)  # of all windows; the last one may be shorter than in training
+print(dict(zip(model.config.id2label.values(), logits.tolist())))"""
+
 # Tasks by the last part of the architecture's name.
 TASKS = {
     "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
@@ -97,7 +116,12 @@ def _task(architecture: str) -> _Task:
 
 
 def _usage(
-    task: _Task, name: str, example: str | tuple[str, str] | None, options: str = "", apart: bool = False
+    task: _Task,
+    name: str,
+    example: str | tuple[str, str] | None,
+    options: str = "",
+    apart: bool = False,
+    windows: tuple[int, int] | None = None,
 ) -> str:
     """The snippet of a card. apart: whether the model reads the two texts of a pair apart."""
     if apart:
@@ -106,6 +130,9 @@ def _usage(
         argument = json.dumps(dict(zip(("text", "text_pair"), example, strict=True)), ensure_ascii=False)
     else:
         argument = task.example if example is None else json.dumps(example, ensure_ascii=False)
+    if windows is not None:
+        length, stride = windows
+        return _WINDOWS.format(name=json.dumps(name), example=argument, options=options, length=length, stride=stride)
     if task.snippet is not None:
         return task.snippet.format(name=json.dumps(name), example=argument, options=options)
     return (
@@ -135,9 +162,18 @@ def span(value: int | Sequence[int] | Sequence[Sequence[int]]) -> str:
     return f"{min(numbers)} to {max(numbers)}" if len(set(numbers)) > 1 else str(numbers[0])
 
 
+def _approximations(config: NystromformerConfig) -> list[int]:
+    """The landmarks of the layers that approximate attention, at lengths that the model takes."""
+    longest = config.max_position_embeddings
+    return [number for number in config.landmarks_by_layer if number is not None and number < longest]
+
+
 def cost_of_attention(config: BaseConfig) -> str:
     """What attention takes, in the number of tokens; exact attention stores no weights, but with `eager`."""
-    exact = None in getattr(config, "landmarks_by_layer", []) or getattr(config, "feature_map", "") is None
+    if isinstance(config, NystromformerConfig):
+        exact = len(_approximations(config)) < config.num_hidden_layers
+    else:
+        exact = getattr(config, "feature_map", "") is None
     return f"time {'quadratic, and memory linear,' if exact else 'and memory linear'} in their number"
 
 
@@ -161,7 +197,7 @@ def limits_of(config: BaseConfig) -> list[str]:
             f"Inputs of more than {config.max_position_embeddings} tokens are refused: truncate or split them."
         )
     if isinstance(config, NystromformerConfig):
-        if numbers := [number for number in config.landmarks_by_layer if number is not None]:
+        if numbers := _approximations(config):
             where = "" if len(numbers) == config.num_hidden_layers else f", in {len(numbers)} layers,"
             limits.append(
                 f"Inputs of more than {min(numbers)} tokens get{where} an approximation of softmax attention through "
@@ -253,6 +289,7 @@ def model_card(
     hardware: str | None = None,
     limits: Sequence[str] = (),
     example: str | tuple[str, str] | None = None,
+    windows: tuple[int, int] | None = None,
     language: str | list[str] | None = None,
     license: str | None = None,
 ) -> ModelCard:
@@ -272,6 +309,7 @@ def model_card(
         limits: sentences added to those that follow from the configuration.
         example: the input of the usage snippet, or a pair of texts for a classifier of pairs. For "fill-mask" it must
             contain the mask token.
+        windows: for a classifier that reads a single text in windows, their tokens and those that neighbours share.
         language: ISO 639-1 codes of the texts.
         license: as on the Hub, such as "apache-2.0".
 
@@ -321,8 +359,8 @@ def model_card(
         num_parameters=f"{_num_parameters(folder):,}",
         max_length=_longest(config),
         cost=cost_of_attention(config),
-        usage=_usage(task, name, example, apart=apart),
-        remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart=apart),
+        usage=_usage(task, name, example, "", apart, windows),
+        remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart, windows),
         data=data,
         evaluated_on=f"{evaluated_on}, split {dataset_split}",
         metrics=[(markdown_cell(metric), round(float(value), 4)) for metric, value in (metrics or {}).items()],

@@ -333,6 +333,11 @@ class TextClassificationRun(FinetuningRun):
         name = self.task.prediction_files.get(split, f"{split}_predictions.tsv")
         write_predictions(Path(self.args.output_dir, name), self.task, predictions, self.label_names)
 
+    def card(self) -> dict[str, Any]:
+        """As `FinetuningRun.card`."""
+        in_windows = self.args.truncation_strategy == "windows" and len(self.task.text_columns) == 1
+        return super().card() | ({"windows": (self.args.max_length, self.args.doc_stride)} if in_windows else {})
+
     def example(self) -> tuple[str, str] | str | None:
         """As `FinetuningRun.example`."""
         if len(self.task.text_columns) > 1:
