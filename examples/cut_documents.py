@@ -16,6 +16,7 @@ from datasets import Dataset, Features, Value
 
 from nystrom_models.data import load_files
 from nystrom_models.data.classification import require_column
+from nystrom_models.data.files import file_ending
 from nystrom_models.training.arguments import parse_arguments
 
 
@@ -24,7 +25,7 @@ class CutArguments:
     """Documents, and the size and number of their pieces."""
 
     input_file: list[str] = field(
-        metadata={"help": "Files of documents: .txt, .json, .jsonl, .csv, .tsv or .parquet, each also .gz."}
+        metadata={"help": "Files with a document in each row: .json, .jsonl, .csv, .tsv or .parquet, each also .gz."}
     )
     output_file: str = field(metadata={"help": "File for the pieces: .jsonl or .jsonl.gz."})
     num_words: int = field(metadata={"help": "Words of a piece, as separated by white space."})
@@ -44,6 +45,12 @@ class CutArguments:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} must be at least {least}, but is {value}.")
+        for path in self.input_file:
+            if file_ending(path) == ".txt":
+                raise ValueError(
+                    f"--input_file {path}: an empty line ends a document of a .txt file, and it has no label. Give a "
+                    ".jsonl file with a whole document in each row."
+                )
         if not self.output_file.endswith((".jsonl", ".jsonl.gz")):
             raise ValueError(f"--output_file must end in .jsonl or .jsonl.gz, but is {self.output_file}.")
 

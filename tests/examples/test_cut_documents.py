@@ -90,6 +90,8 @@ def test_wrong_input_is_refused(books, write_rows, tmp_path):
             cut(books, "--num_words", "5", f"--{flag}", value)
     with pytest.raises(ValueError, match=r"must end in .jsonl or .jsonl.gz, but is .*pieces.csv"):
         cut(books, "--num_words", "5", output="pieces.csv")
+    with pytest.raises(ValueError, match=r"--input_file book.txt.gz: an empty line ends a document"):
+        cut("book.txt.gz", "--num_words", "5")
     with pytest.raises(ValueError, match="--input_file has no column 'body'"):
         cut(books, "--num_words", "5", "--text_column_name", "body")
     with pytest.raises(ValueError, match="No document has more than --skip_words 10000 words"):
