@@ -28,6 +28,7 @@ def test_settings_that_differ_cost_and_scores(tmp_path):
             {"num_landmarks": 32},
             optim="muon",
             cache_dir="elsewhere",
+            test_file=["more.jsonl"],
         ),
     }
     assert differences(runs) == {

@@ -9,9 +9,9 @@ from typing import Any
 from .identity import HOUSEKEEPING, NOT_OF_THE_MODEL
 from .results import markdown_cell, read_json, read_results
 
-# The configuration itself is compared; when a run is evaluated does not change it.
+# The configuration itself is compared; when a run is evaluated, and what else it predicts, does not change it.
 NOT_COMPARED = HOUSEKEEPING | frozenset(
-    "config_name config_overrides eval_strategy eval_steps per_device_eval_batch_size".split()
+    "config_name config_overrides eval_strategy eval_steps per_device_eval_batch_size test_file".split()
 )
 
 
