@@ -90,6 +90,8 @@ def test_scores_over_a_setting(drawn, tmp_path):
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="--logging_steps"):
         plot_history({"a": [{"step": 1, "learning_rate": 1.0}]}, tmp_path / "none.png")
+    with pytest.raises(ValueError, match="no scores of validation data"):
+        plot_scores({"a": [(1, {})]}, tmp_path / "scores.png", "seed", [])
 
 
 def test_histories_are_read_from_finished_runs(tmp_path):

@@ -103,7 +103,10 @@ def plot_scores(
 
     Raises:
         ImportError: if matplotlib is not installed.
+        ValueError: if there are no scores.
     """
+    if not metrics:
+        raise ValueError("The runs have no scores of validation data to draw.")
     figure, panel_axes = _panels(len(metrics))
     places = sorted({place for line in points.values() for place, _ in line})
     for axes, name in zip(panel_axes, metrics, strict=True):
