@@ -90,8 +90,8 @@ def scores_over(
     for label, run, own in zip(labels, runs, settings.values(), strict=True):
         if setting not in own:
             raise ValueError(
-                f"The runs do not differ in {setting!r}, but in {', '.join(own) or 'nothing'}. For curves, give --x step "
-                "or --x num_input_tokens_seen."
+                f"The runs do not differ in {setting!r}, but in {', '.join(own) or 'nothing'}. For curves, give --x "
+                "step or --x num_input_tokens_seen."
             )
         if not _is_number(own[setting]):
             raise ValueError(f"{setting} is {own[setting]!r} in the run {label}, which is not a number to draw over.")
