@@ -57,6 +57,23 @@ def test_fields_of_a_recipe_stay_beside_those_of_the_command_line(given, expecte
     assert config.hidden_dropout_prob == 0 and config.num_landmarks == (16 if "num" in "".join(given) else [8, None])
 
 
+@pytest.mark.parametrize(
+    ("given", "strategy", "steps"),
+    [
+        ([], "steps", 500),
+        (["--eval_strategy", "no"], "no", None),
+        (["--eval_strategy=epoch"], "epoch", None),
+        (["--eval_strategy", "steps"], "steps", 500),
+        (["--eval_strategy", "no", "--eval_steps", "9"], "no", 9),  # which the scripts refuse
+    ],
+)
+def test_a_run_without_the_evaluations_of_its_recipe(given, strategy, steps, tmp_path):
+    Flags = make_dataclass("Flags", [("eval_strategy", str, "no"), ("eval_steps", int | None, None)])
+    (tmp_path / "recipe.args").write_text("--eval_strategy steps --eval_steps 500\n", encoding="utf-8")
+    (flags,) = parse_arguments((Flags,), ["--recipe", f"{tmp_path}/recipe.args", *given])
+    assert (flags.eval_strategy, flags.eval_steps) == (strategy, steps)
+
+
 @pytest.mark.parametrize("name", ["model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name"])
 def test_a_missing_folder_is_named_with_its_flag(name, tmp_path):
     """A folder that exists, and a name that can be one on the Hub, are no errors."""

@@ -212,14 +212,22 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter)
         return super()._get_help_string(action)
 
 
+def _values_of(name: str, flags: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The values of a flag, which may stand several times, and the other flags; flags: the process's own if None."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}", action="append", default=[])
+    given, rest = parser.parse_known_args(flags)
+    return getattr(given, name), rest
+
+
 def parse_arguments(
     types: Sequence[type], args: Sequence[str] | None = None, description: str | None = None
 ) -> tuple[Any, ...]:
     """Dataclasses from a command line, in which `--recipe FILE` is replaced by the flags in a file.
 
     Other flags on the command line take precedence, so that a recipe can be tried at another size; of
-    `--config_overrides`, field by field. (`HfArgumentParser` also reads files of flags, but without comments, quotes
-    and relative paths.)
+    `--config_overrides`, field by field. `--eval_strategy no` also leaves out the recipe's `--eval_steps`.
+    (`HfArgumentParser` also reads files of flags, but without comments, quotes and relative paths.)
 
     Args:
         types: dataclasses, whose fields all have different names.
@@ -229,15 +237,14 @@ def parse_arguments(
     Raises:
         FileNotFoundError: if there is no such recipe, model, configuration or tokenizer.
     """
-    recipes = ArgumentParser(add_help=False, allow_abbrev=False)
-    recipes.add_argument("--recipe", action="append", default=[])
-    given, rest = recipes.parse_known_args(args)
-    flags = [flag for recipe in given.recipe for flag in read_recipe(recipe)]
-    fields = ArgumentParser(add_help=False, allow_abbrev=False)
-    fields.add_argument("--config_overrides", action="append", default=[])
-    given, flags = fields.parse_known_args([*flags, *rest])
-    if given.config_overrides:
-        flags += ["--config_overrides", ",".join(given.config_overrides)]
+    recipes, rest = _values_of("recipe", args)
+    flags = [flag for recipe in recipes for flag in read_recipe(recipe)]
+    strategies, _ = _values_of("eval_strategy", rest)
+    if strategies and strategies[-1] != "steps":
+        _, flags = _values_of("eval_steps", flags)
+    overrides, flags = _values_of("config_overrides", [*flags, *rest])
+    if overrides:
+        flags += ["--config_overrides", ",".join(overrides)]
     parser = HfArgumentParser(
         types,  # type: ignore[arg-type]
         usage="%(prog)s [--recipe FILE] [flags]",
