@@ -71,6 +71,16 @@ def test_curves_over_tokens(drawn, tmp_path):
         plot_history(runs, tmp_path / "none.png", "tokens")
 
 
+def test_many_runs_differ_in_color_and_their_legend_covers_no_line(drawn, tmp_path):
+    plot_history({f"run {number}": HISTORY for number in range(12)}, tmp_path / "curves.png")
+    axes = drawn["MLM loss"]
+    assert len({line.get_color() for line in axes.lines}) == 12
+    [legend] = axes.figure.legends
+    assert axes.get_legend() is None and len(legend.get_texts()) == 24
+    axes.figure.draw_without_rendering()
+    assert not any(panel.bbox.overlaps(legend.get_window_extent()) for panel in axes.figure.axes)
+
+
 def test_scores_over_a_setting(drawn, tmp_path):
     """A line for each label, in the order of the setting; a run without a score is left out of its panel."""
     points = {

@@ -48,6 +48,23 @@ def _panels(number: int) -> tuple[Any, list[Any]]:
     return figure, found
 
 
+def _colors(number: int) -> list[Any]:
+    """As many colors, of which up to 20 differ."""
+    from matplotlib import color_sequences  # training does not need it
+
+    colors = color_sequences["tab10" if number <= 10 else "tab20"]
+    return [colors[index % len(colors)] for index in range(number)]
+
+
+def _add_legend(figure: Any, axes: Any) -> None:
+    """A legend in the first panel, or beside all panels if it would cover the lines."""
+    entries = axes.get_legend_handles_labels()
+    if len(entries[0]) <= 6:
+        axes.legend()
+    else:
+        figure.legend(*entries, loc="outside right upper")
+
+
 def plot_history(
     histories: Mapping[str, Sequence[Mapping[str, float]]], path: str | os.PathLike, x: str = "step"
 ) -> None:
@@ -73,17 +90,17 @@ def plot_history(
         raise ValueError("The runs logged no losses: train for at least --logging_steps steps.")
     figure, panel_axes = _panels(len(panels))
     for axes, name in zip(panel_axes, panels, strict=True):
-        for color, (label, history) in enumerate(histories.items()):
+        for color, (label, history) in zip(_colors(len(histories)), histories.items(), strict=True):
             places, values = _series(history, name, x)
             held_out = _series(history, _HELD_OUT + name, x)
             # Means over few steps are noisy: they are drawn paler than held-out figures.
             alpha = 0.4 if held_out[0] else 1.0
-            axes.plot(places, values, color=f"C{color}", linewidth=1, alpha=alpha, label=label if places else None)
+            axes.plot(places, values, color=color, linewidth=1, alpha=alpha, label=label if places else None)
             if held_out[0]:
                 label = f"{label}, held out" if len(histories) > 1 else "held out"
-                axes.plot(*held_out, "o--", color=f"C{color}", markersize=4, linewidth=1, label=label)
+                axes.plot(*held_out, "o--", color=color, markersize=4, linewidth=1, label=label)
         axes.set(xlabel=AXES[x], ylabel=_LABELS[name])
-    panel_axes[0].legend()
+    _add_legend(figure, panel_axes[0])
     figure.savefig(path, dpi=100)
 
 
@@ -110,13 +127,14 @@ def plot_scores(
     figure, panel_axes = _panels(len(metrics))
     places = sorted({place for line in points.values() for place, _ in line})
     for axes, name in zip(panel_axes, metrics, strict=True):
-        for label, line in points.items():
+        for color, (label, line) in zip(_colors(len(points)), points.items(), strict=True):
             drawn = sorted((place, scores[name]) for place, scores in line if name in scores)
-            axes.plot([place for place, _ in drawn], [score for _, score in drawn], "o-", markersize=4, label=label)
+            values = [score for _, score in drawn]
+            axes.plot([place for place, _ in drawn], values, "o-", color=color, markersize=4, label=label)
         axes.set(xlabel=setting, ylabel=name)
         if places[0] > 0 and places[-1] >= 8 * places[0]:
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.minorticks_off()
-    panel_axes[0].legend()
+    _add_legend(figure, panel_axes[0])
     figure.savefig(path, dpi=100)
