@@ -253,8 +253,9 @@ def parse_arguments(
         epilog="--recipe FILE takes flags from a file; flags on the command line take precedence, of "
         "--config_overrides field by field.",
     )
+    parsed = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
     # As they were given: run_lra.py sets --config_name itself, to a folder that it writes later.
     for name in _CHECKPOINTS:
         given, _ = _values_of(name, flags)
         require_possible(given[-1] if given else None, f"--{name}")
-    return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    return parsed
