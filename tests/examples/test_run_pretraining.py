@@ -93,8 +93,10 @@ def trained(request, corpus, tmp_path_factory):
 
 
 def test_it_learns_and_leaves_everything(trained):
-    family, output, results, _ = trained
+    family, output, results, history = trained
     scores = results["validation"]
+    measured = {row["step"]: row["eval_mlm_accuracy"] for row in history if "eval_mlm_accuracy" in row}
+    assert list(measured) == [100, 200, 250] and results["train"]["best_step"] == max(measured, key=measured.get)
     assert scores["mlm_accuracy"] > 0.5 and scores["sop_accuracy"] > 0.8
     assert scores["perplexity"] == pytest.approx(torch.tensor(scores["mlm_loss"]).exp().item())
     written = json.loads((output / "all_results.json").read_text())

@@ -189,14 +189,16 @@ def final_scores(
     step; the history has the figures of each step's own model."""
     metrics = dict(scores(state.model))
     log_evaluation(accelerator, state, metrics, args.output_dir)
-    if args.load_best_model_at_end and state.best.value is not None:
-        if goal.is_better(goal.value(metrics), state.best.value):
-            state.best.value, state.best.step = goal.value(metrics), state.step
-        else:
-            accelerator.print(f"The model of step {state.best.step} is the best one, by {goal.metric}")
-            BestModel(accelerator, args.output_dir, save_model).load(state.model)
-            save_model(state.model, Path(args.output_dir))
-            metrics = dict(scores(state.model))
+    best = state.best
+    if best.value is None:
+        return metrics
+    if goal.is_better(goal.value(metrics), best.value):
+        best.value, best.step = goal.value(metrics), state.step
+    elif args.load_best_model_at_end:
+        accelerator.print(f"The model of step {best.step} is the best one, by {goal.metric}")
+        BestModel(accelerator, args.output_dir, save_model).load(state.model)
+        save_model(state.model, Path(args.output_dir))
+        metrics = dict(scores(state.model))
     return metrics
 
 
