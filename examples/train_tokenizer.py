@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a tokenizer on the documents for pretraining: WordPiece, as in BERT, or for causal models byte-level BPE, as
-in GPT-2.
+"""Train a tokenizer on the documents for pretraining: WordPiece, as in BERT; single characters, for genomes and other
+texts without words; or for causal models byte-level BPE, as in GPT-2.
 
     python examples/train_tokenizer.py --train_file corpus.txt --vocab_size 30000 --output_dir outputs/tokenizer
     python examples/train_tokenizer.py --train_file corpus.txt --tokenizer_type byte_level_bpe --output_dir outputs/bpe
+    python examples/train_tokenizer.py --train_file genome.fna.gz --text_column_name sequence \\
+        --tokenizer_type character --output_dir outputs/bases
 
 --train_file and --dataset_name are the same as in examples/run_pretraining.py and examples/run_clm.py.
 """
@@ -15,8 +17,15 @@ from typing import Literal
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from nystrom_models.data import TextBatches, load_files, train_byte_level_tokenizer, train_tokenizer
+from nystrom_models.data import (
+    TextBatches,
+    load_files,
+    train_byte_level_tokenizer,
+    train_character_tokenizer,
+    train_tokenizer,
+)
 from nystrom_models.data.classification import require_column
+from nystrom_models.data.unknown_text import check_known_documents
 from nystrom_models.training.arguments import parse_arguments
 
 
@@ -25,14 +34,20 @@ class TokenizerArguments:
     """Data, vocabulary and output."""
 
     output_dir: str = field(metadata={"help": "Folder to write the tokenizer to."})
-    tokenizer_type: Literal["wordpiece", "byte_level_bpe"] = field(
-        default="wordpiece", metadata={"help": "wordpiece for encoders, byte_level_bpe for causal models."}
+    tokenizer_type: Literal["wordpiece", "character", "byte_level_bpe"] = field(
+        default="wordpiece",
+        metadata={
+            "help": "wordpiece for encoders, byte_level_bpe for causal models, character for texts without words."
+        },
     )
     dataset_name: str | None = field(default=None, metadata={"help": "Hub data set, or folder that `datasets` reads."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
     train_file: list[str] | None = field(
         default=None,
-        metadata={"help": "Files of documents: .txt, .json, .jsonl, .csv, .tsv or .parquet, each also .gz."},
+        metadata={
+            "help": "Files of documents: .txt, .json, .jsonl, .csv, .tsv, .parquet or FASTA (.fa, .fasta, "
+            ".fna, .faa), each also .gz."
+        },
     )
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
     streaming: bool = field(default=False, metadata={"help": "Read the documents twice, without storing them."})
@@ -43,7 +58,8 @@ class TokenizerArguments:
     )
     max_length: int = field(default=512, metadata={"help": "Largest number of tokens of a row that the model takes."})
     keep_case: bool = field(
-        default=False, metadata={"help": "Keep capitals and accents, as byte_level_bpe always does."}
+        default=False,
+        metadata={"help": "Keep capitals and accents, as byte_level_bpe always does; character always keeps accents."},
     )
     cache_dir: str | None = field(default=None, metadata={"help": "Folder where prepared data are cached."})
 
@@ -76,8 +92,10 @@ def main(args: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
     if arguments.tokenizer_type == "byte_level_bpe":
         tokenizer = train_byte_level_tokenizer(texts, **sizes, min_frequency=arguments.min_frequency)
     else:
+        train = train_character_tokenizer if arguments.tokenizer_type == "character" else train_tokenizer
         lowercase = not arguments.keep_case
-        tokenizer = train_tokenizer(texts, **sizes, lowercase=lowercase, min_frequency=arguments.min_frequency)
+        tokenizer = train(texts, **sizes, lowercase=lowercase, min_frequency=arguments.min_frequency)
+    check_known_documents(documents, [arguments.text_column_name], tokenizer, "the documents")
     tokenizer.save_pretrained(arguments.output_dir)
     print(f"A tokenizer of {len(tokenizer):,} tokens is in {arguments.output_dir}")
     return tokenizer

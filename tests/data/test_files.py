@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, packaged_modules
 
 from nystrom_models.data.files import load_files
 
@@ -50,6 +50,23 @@ def test_json_may_have_an_object_a_line(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     assert load_files(path, cache_dir=tmp_path / "cache").to_list() == ROWS
+
+
+def test_sequences_of_fasta_files(tmp_path, monkeypatch):
+    path = tmp_path / "genome.fna"
+    path.write_text(">chr1 first one\nACGTN\nacg\n\n>chr2\nTT\n", encoding="utf-8")
+    rows = [
+        {"id": "chr1", "description": "first one", "sequence": "ACGTNacg"},
+        {"id": "chr2", "description": "", "sequence": "TT"},
+    ]
+    assert load_files([path, compressed(path)], cache_dir=tmp_path / "cache").to_list() == rows * 2
+    assert list(load_files(compressed(path), streaming=True)) == rows
+    path.write_text("ACGT\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="contain no rows"):
+        load_files(path, cache_dir=tmp_path / "cache")
+    monkeypatch.delattr(packaged_modules, "fasta")
+    with pytest.raises(ValueError, match=r"\.fna files are read by datasets 5\.1 or newer"):
+        load_files(path)
 
 
 def test_quotes_are_text_in_tsv_files(tmp_path):

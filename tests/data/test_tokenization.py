@@ -6,7 +6,13 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from nystrom_models import LinformerConfig, NystromformerConfig
-from nystrom_models.data import TextBatches, causal_tokenizer, train_byte_level_tokenizer, train_tokenizer
+from nystrom_models.data import (
+    TextBatches,
+    causal_tokenizer,
+    train_byte_level_tokenizer,
+    train_character_tokenizer,
+    train_tokenizer,
+)
 
 
 def test_pairs_and_special_tokens(tokenizer):
@@ -38,11 +44,29 @@ def test_auto_tokenizer_loads_it_beside_a_model(tokenizer, tmp_path, config_clas
     assert loaded.decode(loaded("compute the mean", add_special_tokens=False)["input_ids"]) == "compute the mean"
 
 
-def test_nothing_to_train_from():
+@pytest.mark.parametrize("train", [train_tokenizer, train_character_tokenizer])
+def test_nothing_to_train_from(train):
     with pytest.raises(ValueError, match="contains no text"):
-        train_tokenizer([""], vocab_size=100, show_progress=False)
+        train([""], vocab_size=100, show_progress=False)
     with pytest.raises(ValueError, match="vocab_size must be above 5"):
-        train_tokenizer(["text"], vocab_size=5)
+        train(["text"], vocab_size=5)
+
+
+def test_characters(tokenizer, tmp_path):
+    """White space and characters of several bytes are tokens, too; special tokens are those of WordPiece."""
+    texts = ["GATTACA\n ก็ดี é😀"] * 2 + ["x"]
+    train_character_tokenizer(texts, show_progress=False).save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.special_tokens_map == tokenizer.special_tokens_map
+    assert loaded.all_special_ids == tokenizer.all_special_ids
+    assert dict(loaded("ga", "t")).keys() == dict(tokenizer("ga", "t")).keys()
+    assert loaded("ga", "t")["token_type_ids"] == [0] * 4 + [1] * 2
+    assert loaded.tokenize("GA[MASK]ก็\n x") == ["g", "a", "[MASK]", "ก", "็", "\n", " ", "[UNK]"]  # x occurs once
+    assert loaded.decode(loaded(texts[0], add_special_tokens=False)["input_ids"]) == texts[0].lower()
+    kept = train_character_tokenizer(texts, lowercase=False, show_progress=False)
+    assert kept.tokenize("GaT") == ["G", "[UNK]", "T"]
+    few = train_character_tokenizer(texts, vocab_size=6, show_progress=False)
+    assert few.convert_ids_to_tokens(range(6)) == [*("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"), "a"]
 
 
 def test_the_same_texts_give_the_same_vocabulary():

@@ -14,7 +14,7 @@ from .question_answering import QuestionAnsweringCollator, QuestionTask, questio
 from .squad_files import load_squad_files
 from .streams import StreamLoader, pretraining_stream
 from .token_classification import TokenClassificationCollator, TokenTask, token_classification_dataset
-from .tokenization import TextBatches, train_byte_level_tokenizer, train_tokenizer
+from .tokenization import TextBatches, train_byte_level_tokenizer, train_character_tokenizer, train_tokenizer
 
 __all__ = [
     "GLUE_TASKS",
@@ -46,5 +46,6 @@ __all__ = [
     "question_answering_dataset",
     "token_classification_dataset",
     "train_byte_level_tokenizer",
+    "train_character_tokenizer",
     "train_tokenizer",
 ]

@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, Value
 from datasets import Sequence as Column
-from tokenizers import Encoding
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .encoding import encode_texts
 from .masking import IGNORED
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, texts_of
 from .special_tokens import Template
 from .streams import StreamLoader, stream_columns
+from .unknown_text import check_known_documents
 
 # This many documents are packed together; only their last row may be short.
 DOCUMENTS_OF_A_BATCH = 1000
@@ -83,16 +84,16 @@ def causal_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
     )
 
 
-def _token_bytes(text: str, encoding: Encoding, special: np.ndarray) -> np.ndarray:
+def _token_bytes(text: str, ends: np.ndarray) -> np.ndarray:
     """The number of UTF-8 bytes of the text that each token stands for, int64 of shape (tokens,). They are counted
-    from the end of the previous token to its own end, so that spaces count with the token after them. Special tokens
-    have 0."""
+    from the end of the previous token to its own end, so that spaces count with the token after them.
+
+    ends: the number of characters up to the end of each token, ascending.
+    """
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     before = np.concatenate([[0], np.cumsum(widths)])  # of each character
-    ends = np.array([end for _, end in encoding.offsets])
-    ends[special] = 0
-    return np.diff(before[np.maximum.accumulate(ends)], prepend=0)
+    return np.diff(before[ends], prepend=0)
 
 
 def encode_documents(
@@ -107,17 +108,15 @@ def encode_documents(
     of its text. `number` is the document's number in `indices`. Documents without text are left out.
     """
     texts = texts_of(documents, indices, text_column)
-    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    before = np.array(Template(tokenizer, 1).special[0], dtype=np.int32)
     found: dict[str, list] = {name: [] for name in TOKENS}
-    for i, (number, text) in enumerate(zip(indices, texts, strict=True)):
-        encoding = encoded[i]
-        special = np.array([sequence is None for sequence in encoding.sequence_ids], dtype=bool)
-        if special.all():
+    for number, text, (ids, ends, _) in zip(indices, texts, encode_texts(texts, tokenizer), strict=True):
+        if not len(ids):
             continue
-        num_bytes = _token_bytes(text, encoding, special)
+        num_bytes = _token_bytes(text, ends)
         rest = len(text.encode("utf-8", "surrogatepass")) - num_bytes.sum()
-        found["input_ids"].append(np.array([*encoding.ids, tokenizer.eos_token_id], dtype=np.int32))
-        found["token_bytes"].append(np.append(num_bytes, rest).astype(np.int32))
+        found["input_ids"].append(np.concatenate([before, ids, [tokenizer.eos_token_id]]).astype(np.int32))
+        found["token_bytes"].append(np.concatenate([0 * before, num_bytes, [rest]]).astype(np.int32))
         found["number"].append(number)
     return found
 
@@ -218,9 +217,11 @@ def causal_dataset(
 
     Raises:
         ValueError: if `block_size` is below 2 or exceeds the tokenizer's limit, `text_column` does not exist, the
-            tokenizer was not made by [`causal_tokenizer`], or the documents give no row.
+            tokenizer was not made by [`causal_tokenizer`] or knows less than half of the text, or the documents give
+            no row.
     """
     _check(tokenizer, block_size, text_column, dataset.column_names)
+    check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
     options: dict[str, Any] = {"batched": True, "load_from_cache_file": load_from_cache_file}
     tokens = dataset.map(
         partial(encode_documents, tokenizer=tokenizer, text_column=text_column),
@@ -262,6 +263,7 @@ def causal_stream(
         ValueError: as [`causal_dataset`], and if the stream contains no document.
     """
     _check(tokenizer, block_size, text_column, stream_columns(documents))
+    check_known_documents(documents, [text_column], tokenizer, f"the column {text_column!r}")
     build_rows = partial(build_causal_rows, tokenizer=tokenizer, block_size=block_size, text_column=text_column)
     blank = {"input_ids": [tokenizer.eos_token_id] * 2, "document_starts": [], "index": 0}
     options = {"documents_of_a_batch": DOCUMENTS_OF_A_BATCH, **options}

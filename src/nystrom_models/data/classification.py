@@ -14,6 +14,7 @@ from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from .rows import make_rows
+from .unknown_text import check_known_documents
 from .windows import window_starts
 
 TruncationStrategy = Literal["head", "tail", "head_tail", "windows"]
@@ -170,7 +171,8 @@ def classification_dataset(
 
     Raises:
         ValueError: if a column does not exist, has a wrong type or lacks a value, a label is not in `label_names`,
-            `truncation_strategy` is not `"head"` for pairs, or `doc_stride` leaves no room for new tokens.
+            the tokenizer knows less than half of the texts, `truncation_strategy` is not `"head"` for pairs, or
+            `doc_stride` leaves no room for new tokens.
     """
     text_columns = [text_column] if isinstance(text_column, str) else list(text_column)
     ids = label_names if isinstance(label_names, Mapping) or label_names is None else None
@@ -181,6 +183,7 @@ def classification_dataset(
     _check_texts(dataset, tokenizer, max_length, text_columns, truncation_strategy, doc_stride, where, apart)
     if label_column is not None:
         check_labels(dataset, label_column, ids, regression, label_delimiter, where)
+    check_known_documents(dataset, text_columns, tokenizer, where)
 
     def build_rows(batch, indices):
         texts = [batch[column] for column in text_columns]

@@ -10,14 +10,18 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, Features, IterableDataset, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, IterableDataset, concatenate_datasets, load_dataset, packaged_modules
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 # "NA" and "null" are texts, not missing values; in .tsv files, quotes are text, too.
 _CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 _TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+
+# Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
+_FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
 
 # The reader of `datasets` for each suffix, and its options. A column of mixed types is an error.
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,6 +31,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", _CSV),
     ".tsv": ("csv", {**_CSV, **_TSV}),
     ".parquet": ("parquet", {}),
+    **dict.fromkeys((".fa", ".fasta", ".fna", ".ffn", ".faa", ".frn"), _FASTA),
 }
 
 
@@ -67,7 +72,7 @@ def _check_lines(path: str) -> None:
         (_check_json_list if ending == ".json" and first.lstrip().startswith("[") else _check_json_lines)(path)
     elif ending in (".csv", ".tsv"):
         _check_table(path, _TSV if ending == ".tsv" else {})
-    elif ending == ".txt":
+    elif ending != ".parquet":
         for _ in decoded_lines(path):
             pass
 
@@ -119,6 +124,8 @@ def _load(
         rows = concatenate_datasets(parts)
         return rows.to_iterable_dataset() if streaming else rows
     builder, options = FORMATS[ending]
+    if not hasattr(packaged_modules, builder):
+        raise ValueError(f"{ending} files are read by datasets 5.1 or newer; update it from {datasets.__version__}.")
     return load_dataset(
         builder,
         data_files={"train": [os.path.abspath(name) for name in names]},
@@ -189,7 +196,8 @@ def load_files(
     Args:
         paths: `.txt` (column `text`; documents are separated by empty lines), `.jsonl` (one object a line), `.json`
             (the same, or a list of objects), `.csv` or `.tsv` (with a header; an empty field is missing, and in
-            `.tsv` files quotes are text) or `.parquet`, each also compressed as `.gz`; in UTF-8.
+            `.tsv` files quotes are text), `.parquet` or FASTA (`.fa`, `.fasta`, `.fna`, `.ffn`, `.faa`, `.frn`;
+            columns `id`, `description` and `sequence`), each also compressed as `.gz`; in UTF-8.
         flag: the flag that gave the paths, for error messages.
         cache_dir: where `datasets` keeps its files; None for its default.
         streaming: returns an `IterableDataset`, which reads the files during iteration, instead of a `Dataset`.

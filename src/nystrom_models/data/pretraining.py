@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, Value
 from datasets import Sequence as Column
-from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
+from .encoding import encode_texts
 from .sentences import sentence_starts
+from .unknown_text import check_known_documents
 
 FEATURES = Features(
     {
@@ -34,15 +35,11 @@ MAX_ROWS_OF_A_DOCUMENT = 2**20
 MIN_ORDERED_SHARE = 0.03
 
 
-def _word_starts(encoding: Encoding) -> np.ndarray:
-    """Whether a token begins a word, bool of shape (tokens,)."""
-    words = np.array([-1 if word is None else word for word in encoding.word_ids])
-    return np.concatenate([[True], (words[1:] != words[:-1]) | (words[1:] < 0)])
+def _sentence_tokens(text: str, ends: np.ndarray, language: str) -> np.ndarray:
+    """The tokens that sentences begin with, ascending, int64 of shape (sentences,).
 
-
-def _sentence_tokens(text: str, encoding: Encoding, language: str) -> np.ndarray:
-    """The tokens that sentences begin with, ascending, int64 of shape (sentences,)."""
-    ends = np.maximum.accumulate([end for _, end in encoding.offsets])
+    ends: the number of characters up to the end of each token, ascending.
+    """
     # The first token that ends after the sentence's first character: a token may begin with the space before it.
     tokens = np.searchsorted(ends, sentence_starts(text, language), side="right")
     return np.unique(tokens[tokens < len(ends)])
@@ -132,15 +129,10 @@ def build_pretraining_rows(
     num_special = tokenizer.num_special_tokens_to_add(pair=True)
     rows: dict[str, list] = {name: [] for name in (WORD_FEATURES if with_word_starts else FEATURES)}
     texts = texts_of(documents, indices, text_column)
-    encoded = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )
-    for i, (number, text) in enumerate(zip(indices, texts, strict=True)):
-        encoding = encoded[i]
-        if not encoding.ids:
+    for number, text, (ids, ends, words) in zip(indices, texts, encode_texts(texts, tokenizer), strict=True):
+        if not len(ids):
             continue
-        ids, words = np.array(encoding.ids, dtype=np.int32), _word_starts(encoding)
-        sentences = _sentence_tokens(text, encoding, language) if sentence_order else None
+        sentences = _sentence_tokens(text, ends, language) if sentence_order else None
         rng = np.random.default_rng((seed, number))
         cuts = _cut(len(ids), sentences, words, max_length - num_special, short_seq_prob, rng)
         for row, (start, end) in enumerate(cuts):
@@ -218,9 +210,11 @@ def pretraining_dataset(
 
     Raises:
         ValueError: if `max_length` leaves no room for a pair or exceeds the tokenizer's limit, `short_seq_prob` is not
-            a probability, `text_column` does not exist, the tokenizer is not a fast one, or the documents give no row.
+            a probability, `text_column` does not exist, the tokenizer is not a fast one or knows less than half of
+            the text, or the documents give no row.
     """
     check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
+    check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
     rows = dataset.map(
         partial(
             build_pretraining_rows,

@@ -12,6 +12,7 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from .classification import require_column
 from .rows import make_rows, padding_on_the_right
+from .unknown_text import check_known_documents
 from .windows import window_starts
 
 
@@ -129,13 +130,15 @@ def question_answering_dataset(
         `length`; `index`, the number of the row; `document`, the number of its question.
 
     Raises:
-        ValueError: if the tokenizer is not a fast one, or a question leaves no room for `doc_stride` and a new token.
+        ValueError: if the tokenizer is not a fast one or knows less than half of the contexts, or a question leaves no
+            room for `doc_stride` and a new token.
     """
     if not tokenizer.is_fast:
         raise ValueError(
             f"{type(tokenizer).__name__} does not tell where in a text a token is: a fast tokenizer is needed, "
             "one with a tokenizer.json (--tokenizer_name)."
         )
+    check_known_documents(dataset, ["context"], tokenizer, where)
 
     def build_rows(batch, indices):
         rows: dict[str, list] = {}

@@ -11,6 +11,7 @@ from transformers import DataCollatorForTokenClassification, PreTrainedTokenizer
 
 from .classification import has_lists, require_column, require_full_lists
 from .rows import make_rows, padding_on_the_right
+from .unknown_text import check_known_documents
 from .windows import owners, word_windows
 
 # The label of a token without one.
@@ -134,8 +135,9 @@ def token_classification_dataset(
         than a row. A text without tokens has no row.
 
     Raises:
-        ValueError: if the tokenizer is not a fast one, a row is too short for a token or for `doc_stride`, columns
-            are missing or of another type or length, or a label is not in `label_names`.
+        ValueError: if the tokenizer is not a fast one or knows less than half of the words, a row is too short for a
+            token or for `doc_stride`, columns are missing or of another type or length, or a label is not in
+            `label_names`.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -151,6 +153,7 @@ def token_classification_dataset(
             f"{max_length}, but is {doc_stride}."
         )
     require_words(dataset, task.text_column, where)
+    check_known_documents(dataset, [task.text_column], tokenizer, where)
     if label_names is not None:
         require_tags(dataset, task.text_column, task.label_column, where)
         _check_names(dataset, task, label_names, where)

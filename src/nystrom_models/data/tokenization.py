@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from datasets import Dataset, IterableDataset
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 # In the order of the default ids of the configurations: bos 0, pad 1, eos 2.
 SPECIAL_TOKENS = ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
 CAUSAL_SPECIAL_TOKENS = ("<s>", "<pad>", "</s>")
+
+_NO_TEXT = "texts contains no text to train a tokenizer on: check the data set and its text column."
 
 
 class TextBatches:
@@ -24,6 +26,11 @@ class TextBatches:
     def __iter__(self) -> Iterator[list[str]]:
         for batch in self.dataset.iter(self.batch_size):
             yield list(batch[self.column])
+
+
+def _check_vocab_size(vocab_size: int) -> None:
+    if vocab_size <= len(SPECIAL_TOKENS):
+        raise ValueError(f"vocab_size must be above {len(SPECIAL_TOKENS)}, for example 8000, but is {vocab_size}.")
 
 
 def _continuations(texts: Iterable[str], tokenizer: Tokenizer) -> list[str]:
@@ -67,8 +74,7 @@ def train_tokenizer(
     Raises:
         ValueError: if `vocab_size` is too small for the special tokens, or `texts` contains no text.
     """
-    if vocab_size <= len(SPECIAL_TOKENS):
-        raise ValueError(f"vocab_size must be above {len(SPECIAL_TOKENS)}, for example 8000, but is {vocab_size}.")
+    _check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -92,7 +98,7 @@ def train_tokenizer(
     unused = {piece for piece in continuations if piece[2:] not in trained}
     tokens = [token for token in sorted(trained, key=trained.__getitem__) if token not in unused]
     if len(tokens) <= len(SPECIAL_TOKENS):
-        raise ValueError("texts contains no text to train a tokenizer on: check the data set and its text column.")
+        raise ValueError(_NO_TEXT)
     # A new model: the trained tokenizer treats the continuations as special tokens.
     fresh = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     fresh.normalizer, fresh.pre_tokenizer, fresh.decoder = (
@@ -100,7 +106,57 @@ def train_tokenizer(
         tokenizer.pre_tokenizer,
         tokenizer.decoder,
     )
-    tokenizer = fresh
+    return _for_encoders(fresh, model_max_length)
+
+
+def train_character_tokenizer(
+    texts: Iterable[str] | Iterable[list[str]],
+    vocab_size: int = 30000,
+    model_max_length: int = 512,
+    lowercase: bool = True,
+    min_frequency: int = 2,
+    show_progress: bool = True,
+) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer whose tokens are single characters, white space included: for texts without words, such as
+    genomes and proteins, and for scripts without spaces.
+
+    Special tokens, their ids and pairs are those of [`train_tokenizer`].
+
+    Args:
+        texts: strings or lists of strings, read once.
+        vocab_size: upper bound of the vocabulary, special tokens included; the most frequent characters are kept.
+        model_max_length: the longest sequence, special tokens included, that the model takes; saved with the
+            tokenizer.
+        lowercase: whether case is dropped.
+        min_frequency: how often a character must occur.
+        show_progress: progress bars of `tokenizers`.
+
+    Returns:
+        A tokenizer that `save_pretrained` writes and `AutoTokenizer.from_pretrained` reads.
+
+    Raises:
+        ValueError: if `vocab_size` is too small for the special tokens, or `texts` contains no text.
+    """
+    _check_vocab_size(vocab_size)
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=show_progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() <= len(SPECIAL_TOKENS):
+        raise ValueError(_NO_TEXT)
+    return _for_encoders(tokenizer, model_max_length)
+
+
+def _for_encoders(tokenizer: Tokenizer, model_max_length: int) -> PreTrainedTokenizerFast:
+    """A trained tokenizer with BERT's special tokens around texts and pairs."""
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",

@@ -31,7 +31,10 @@ class DataArguments:
     )
     train_file: list[str] | None = field(
         default=None,
-        metadata={"help": "Files to train on: .txt, .json, .jsonl, .csv, .tsv or .parquet, each also .gz."},
+        metadata={
+            "help": "Files to train on: .txt, .json, .jsonl, .csv, .tsv, .parquet or FASTA (.fa, .fasta, "
+            ".fna, .faa), each also .gz."
+        },
     )
     validation_file: list[str] | None = field(default=None, metadata={"help": "Files to evaluate on."})
     max_train_samples: int | None = field(

@@ -383,7 +383,8 @@ class TrainingLoop:
         metrics = evaluation.function(self.model)
         log_evaluation(self.accelerator, state, metrics, self.output_dir)
         if self.accelerator.is_main_process:
-            self.bar.write(f"Step {state.step}: {', '.join(f'{name} {v:.4g}' for name, v in metrics.items())}")
+            shown = [f"{name} {value:.4g}" for name, value in metrics.items() if not math.isnan(value)]
+            self.bar.write(f"Step {state.step}: {', '.join(shown)}")
         if evaluation.goal is not None:
             value = evaluation.goal.value(metrics)
             if state.best.update(evaluation.goal, value, state.step, evaluation.threshold) and evaluation.best_model:

@@ -86,7 +86,7 @@ print(dict(zip(model.config.id2label.values(), logits.tolist())))"""
 
 # Tasks by the last part of the architecture's name.
 TASKS = {
-    "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens and the order of segments", _MASKED),
+    "ForPreTraining": _Task("fill-mask", "pretrained on masked tokens", _MASKED),
     "ForMaskedLM": _Task("fill-mask", "that fills in masked tokens", _MASKED),
     "ForCausalLM": _Task(
         "text-generation",

@@ -26,6 +26,7 @@ from ..data.loading import TrainingLoader, eval_dataloader
 from ..data.masking import PretrainingCollator
 from ..data.pretraining import MIN_ORDERED_SHARE, ordered_share, pretraining_dataset
 from ..data.streams import pretraining_stream
+from ..data.unknown_text import unknown_characters
 from ..models.configuration_base import BaseConfig
 from .distillation import TeacherArguments, with_teacher
 from .identity import data_digest, model_settings, weights_digest
@@ -150,6 +151,15 @@ def _taught_by(args: PretrainingArguments) -> str:
     parts += ["its predictions of masked tokens"] if args.alpha_ce else []
     parts += ["its hidden states"] if args.alpha_mse or args.alpha_cos else []
     return f" The teacher was {name}: the model was trained to match {', '.join(parts)}."
+
+
+def _masked_example(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A text with a masked token for the model card; None for its own one, which must be in known characters."""
+    if unknown_characters(tokenizer, ["One is missing here."])[0] < 0.5:
+        return None
+    known = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
+    text = tokenizer.decode(known[:8])
+    return f"{text}{tokenizer.mask_token}{text}"
 
 
 def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
@@ -298,6 +308,7 @@ def pretrain(
     how = f"masked tokens{' and sentence order' if args.sentence_order else ''}"
     card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
     card["data"] += _taught_by(args)
+    card["example"] = _masked_example(tokenizer)
     return train_and_score(
         accelerator,
         model,

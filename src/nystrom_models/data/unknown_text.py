@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the texts a tokenizer replaces by its unknown token.
+
+WordPiece replaces a whole word if one of its characters is not in the vocabulary, or if it is longer than 100
+characters: a genome, or a sentence in a script without spaces, becomes a single unknown token.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+# What is looked at: documents that are spread over a data set, and of each its beginning.
+NUM_DOCUMENTS = 100
+NUM_CHARACTERS = 10_000
+
+# Shares of the characters: above the first, a warning; above the second, an error.
+SUSPICIOUS_SHARE = 0.05
+LARGEST_SHARE = 0.5
+
+
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[float, str]:
+    """The share of the characters of texts, without those that no token contains, that become the unknown token.
+
+    Args:
+        tokenizer: with a slow one, which tells no offsets, or one without an unknown token, the share is 0.
+        texts: each is read up to its first 10,000 characters.
+
+    Returns: the share, and a piece of text that becomes an unknown token, or "".
+    """
+    if not tokenizer.is_fast or tokenizer.unk_token_id is None:
+        return 0.0, ""
+    known, unknown, example = 0, 0, ""
+    for text in texts:
+        text = text[:NUM_CHARACTERS]
+        encoding = tokenizer(text, add_special_tokens=False, verbose=False)[0]
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token == tokenizer.unk_token_id:
+                unknown += end - start
+                example = example or text[start:end]
+            else:
+                known += end - start
+    return unknown / max(known + unknown, 1), example
+
+
+def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> None:
+    """Warns if a tokenizer does not know 5 % of the characters of `texts`.
+
+    Args:
+        tokenizer: the one to be used.
+        texts: a sample of the texts.
+        where: what the texts are, for the message.
+
+    Raises:
+        ValueError: if it does not know half of them.
+    """
+    share, example = unknown_characters(tokenizer, texts)
+    if share < SUSPICIOUS_SHARE:
+        return
+    example = example if len(example) <= 30 else f"{example[:30]}…"
+    message = (
+        f"The tokenizer replaces {share:.0%} of the characters of {where} by {tokenizer.unk_token}, for example "
+        f"{example!r}: use a tokenizer for such texts. examples/train_tokenizer.py trains one; with --tokenizer_type "
+        "character for texts without spaces, such as genomes."
+    )
+    if share > LARGEST_SHARE:
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=3)
+
+
+def check_known_documents(
+    dataset: Dataset | IterableDataset, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: str
+) -> None:
+    """[`check_known`] with up to 100 documents: of a data set from all its parts, of a stream the first ones.
+
+    columns: these hold texts, or lists of words; other values are left out.
+    """
+    dataset = dataset.select_columns(list(columns))
+    if isinstance(dataset, IterableDataset):
+        sample = dataset.take(NUM_DOCUMENTS)
+    else:
+        spread = np.linspace(0, max(len(dataset) - 1, 0), min(len(dataset), NUM_DOCUMENTS))
+        sample = dataset.select(spread.astype(int))
+    values = (value if isinstance(value, list) else [value] for row in sample for value in row.values())
+    check_known(tokenizer, (" ".join(word for word in words if isinstance(word, str)) for words in values), where)
