@@ -54,8 +54,8 @@ def encode_texts(
     Args:
         texts: of any length.
         tokenizer: a fast one.
-        num_characters: the most that are tokenized at once. A longer text is cut at spaces, which does not change its
-            tokens.
+        num_characters: the most that are tokenized at once. A longer text is cut at spaces, which does not change the
+            tokens of WordPiece, byte-level BPE and Unigram.
     """
     found: list[list[Tokens]] = [[] for _ in texts]
     portion: list[tuple[int, int, str]] = []  # text, beginning, part
