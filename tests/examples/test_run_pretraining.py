@@ -329,8 +329,11 @@ def test_texts_without_an_order_are_refused_and_others_measured(corpus, tmp_path
     for name, lines in texts.items():
         (tmp_path / f"{name}.txt").write_text("\n\n".join(lines), encoding="utf-8")
     short = ["--per_device_train_batch_size", "2", "--short_seq_prob", "0", "--eval_strategy", "no"]
-    for name in ("ru", "lower"):
-        run(corpus, tmp_path / name, *short, "--train_file", f"{tmp_path}/{name}.txt", steps=1)
+    russian = ["--train_file", f"{tmp_path}/ru.txt", "--cache_dir", f"{tmp_path}/cache"]
+    train_tokenizer.main([*russian, "--max_length", "64", "--output_dir", f"{tmp_path}/tokenizer"])
+    for name, tokenizer in (("ru", f"{tmp_path}/tokenizer"), ("lower", f"{corpus}/tokenizer")):
+        files = ["--train_file", f"{tmp_path}/{name}.txt", "--tokenizer_name", tokenizer]
+        run(corpus, tmp_path / name, *short, *files, steps=1)
         assert "100% of the training rows consist of two whole sentences or more" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"0\.0% of the training rows .*--no_sentence_order"):
         run(corpus, tmp_path / "one", *short, "--train_file", f"{tmp_path}/one.txt")
