@@ -122,13 +122,14 @@ def test_a_sample_is_any_file_of_documents(source, tmp_path):
     (tmp_path / "sample.txt.gz").write_bytes(gzip.compress(text))
     (tmp_path / "sample.md").write_bytes(text)
     (tmp_path / "sample.jsonl").write_text("\n".join(json.dumps({"text": text, "label": 0}) for text in documents))
+    (tmp_path / "sample.fa").write_text("".join(f">{i}\n{text}\n" for i, text in enumerate(documents)))
     weights = {}
     for file in (source / "text.txt", *tmp_path.glob("sample.*")):
         arguments = [source, tmp_path / f"from {file.name}", "--family", "linear_transformer", "--matching_steps", 2]
         assert main(["convert", *map(str, arguments), "--sample_file", str(file)]) == 0
         weights[file.name] = load_file(tmp_path / f"from {file.name}" / "model.safetensors")
     expected = weights.pop("text.txt")
-    assert len(weights) == 3
+    assert len(weights) == 4
     for name, found in weights.items():
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[weight], expected[weight]) for weight in expected), name

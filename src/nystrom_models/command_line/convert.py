@@ -27,8 +27,10 @@ from ..registration import FAMILIES
 
 FAMILY_NAMES = tuple(family.config_class.model_type for family in FAMILIES)
 
-# Endings of files that `datasets` reads, which is an extra; all others are text.
-TABLES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+# The text column of files that `datasets` reads, which is an extra; files with other endings are text.
+TABLES = dict.fromkeys((".json", ".jsonl", ".csv", ".tsv", ".parquet"), "text") | dict.fromkeys(
+    (".fa", ".fasta", ".fna", ".ffn", ".faa", ".frn"), "sequence"
+)
 
 
 def number_or_none(text: str) -> int | None:
@@ -104,8 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample_file",
         metavar="FILE",
-        help="Text to start projections and feature maps from, and to measure differences on: any text file, or "
-        "JSONL, JSON, CSV, TSV or Parquet with a column text; each also .gz. Its beginning is used.",
+        help="Text to start projections and feature maps from, and to measure differences on: any text file, "
+        "JSONL, JSON, CSV, TSV or Parquet with a column text, or FASTA; each also .gz. Its beginning is used.",
     )
     parser.add_argument(
         "--matching_steps", type=int, metavar="STEPS", help="Training steps for each layer's feature map."
@@ -148,15 +150,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str) -> Sequence[str]:
-    """The column `text` of a table, or the paragraphs of a text file, which are separated by empty lines.
+    """The column `text` of a table, the sequences of a FASTA file, or the paragraphs of a text file, which are separated by empty lines.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ImportError: if a table is given, and `datasets` is not installed.
         ValueError: if the file is not UTF-8 or damaged, or a table has a row without `text`.
     """
-    if path.removesuffix(".gz").lower().endswith(TABLES):
-        return _read_table(path)
+    column = TABLES.get(os.path.splitext(path.removesuffix(".gz"))[1].lower())
+    if column is not None:
+        return _read_table(path, column)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"--sample_file {path} is not a file.")
     try:
@@ -169,7 +172,7 @@ def read_texts(path: str) -> Sequence[str]:
     return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
 
 
-def _read_table(path: str) -> Sequence[str]:
+def _read_table(path: str, column: str) -> Sequence[str]:
     try:
         from ..data.classification import require_column
         from ..data.files import load_files
@@ -178,5 +181,5 @@ def _read_table(path: str) -> Sequence[str]:
             f"--sample_file {path} needs {error.name}: pip install '.[train]' in the repository, or give a text file."
         ) from error
     rows = load_files(path, "--sample_file")
-    require_column(rows, "text", f"the file of --sample_file, {path},")
-    return rows["text"]
+    require_column(rows, column, f"the file of --sample_file, {path},")
+    return rows[column]
