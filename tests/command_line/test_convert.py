@@ -18,7 +18,7 @@ from transformers import (
     pipeline,
 )
 
-from nystrom_models.command_line.convert import TABLES
+from nystrom_models.command_line.convert import TABLES, read_texts
 from nystrom_models.command_line.main import main
 from nystrom_models.conversion.report import REPORT_NAME
 from nystrom_models.data import train_tokenizer
@@ -122,17 +122,21 @@ def test_a_sample_is_any_file_of_documents(source, tmp_path):
     (tmp_path / "sample.txt.gz").write_bytes(gzip.compress(text))
     (tmp_path / "sample.md").write_bytes(text)
     (tmp_path / "sample.jsonl").write_text("\n".join(json.dumps({"text": text, "label": 0}) for text in documents))
-    (tmp_path / "sample.fa").write_text("".join(f">{i}\n{text}\n" for i, text in enumerate(documents)))
     weights = {}
     for file in (source / "text.txt", *tmp_path.glob("sample.*")):
         arguments = [source, tmp_path / f"from {file.name}", "--family", "linear_transformer", "--matching_steps", 2]
         assert main(["convert", *map(str, arguments), "--sample_file", str(file)]) == 0
         weights[file.name] = load_file(tmp_path / f"from {file.name}" / "model.safetensors")
     expected = weights.pop("text.txt")
-    assert len(weights) == 4
+    assert len(weights) == 3
     for name, found in weights.items():
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[weight], expected[weight]) for weight in expected), name
+
+
+def test_a_sample_of_sequences(tmp_path):
+    (tmp_path / "genome.fna.gz").write_bytes(gzip.compress(b">chr1 first\nACGT\nAC\n>chr2\nTT\n"))
+    assert list(read_texts(str(tmp_path / "genome.fna.gz"))) == ["ACGTAC", "TT"]
 
 
 def test_tables_are_the_formats_of_data_sets():

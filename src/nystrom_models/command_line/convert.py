@@ -150,7 +150,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str) -> Sequence[str]:
-    """The column `text` of a table, the sequences of a FASTA file, or the paragraphs of a text file, which are separated by empty lines.
+    """The column `text` of a table, the sequences of a FASTA file, or the paragraphs of a text file, which are
+    separated by empty lines.
 
     Raises:
         FileNotFoundError: if there is no such file.
