@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 NUM_DOCUMENTS = 100
 NUM_CHARACTERS = 10_000
 
-# Shares of the characters: above the first, a warning; above the second, an error.
+# Shares of the characters: from the first on, a warning; above the second, an error.
 SUSPICIOUS_SHARE = 0.05
 LARGEST_SHARE = 0.5
 
@@ -46,7 +46,7 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str])
 
 
 def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> None:
-    """Warns if a tokenizer does not know 5 % of the characters of `texts`.
+    """Warns if a tokenizer does not know 5 % of the characters of `texts`, or more.
 
     Args:
         tokenizer: the one to be used.
@@ -54,7 +54,7 @@ def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where:
         where: what the texts are, for the message.
 
     Raises:
-        ValueError: if it does not know half of them.
+        ValueError: if it does not know more than half of them.
     """
     share, example = unknown_characters(tokenizer, texts)
     if share < SUSPICIOUS_SHARE:
