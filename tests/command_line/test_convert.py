@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from datasets import packaged_modules
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForMaskedLM,
@@ -24,6 +23,7 @@ from nystrom_models.command_line.main import main
 from nystrom_models.conversion.report import REPORT_NAME
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.files import FORMATS
+from tests.fasta import needs_fasta
 from tests.models.options import TINY, enlarge
 
 SENTENCES = (
@@ -135,7 +135,7 @@ def test_a_sample_is_any_file_of_documents(source, tmp_path):
         assert all(torch.equal(found[weight], expected[weight]) for weight in expected), name
 
 
-@pytest.mark.skipif(not hasattr(packaged_modules, "fasta"), reason="datasets 5.1 or newer reads FASTA files")
+@needs_fasta
 def test_a_sample_of_sequences(tmp_path):
     (tmp_path / "genome.fna.gz").write_bytes(gzip.compress(b">chr1 first\nACGT\nAC\n>chr2\nTT\n"))
     assert list(read_texts(str(tmp_path / "genome.fna.gz"))) == ["ACGTAC", "TT"]

@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset, packaged_modules
 
 from nystrom_models.data.files import load_files
+from tests.fasta import needs_fasta
 
 ROWS = [
     {"text": 'A "quoted", long\ntext', "label": 1},
@@ -52,7 +53,7 @@ def test_json_may_have_an_object_a_line(tmp_path):
     assert load_files(path, cache_dir=tmp_path / "cache").to_list() == ROWS
 
 
-@pytest.mark.skipif(not hasattr(packaged_modules, "fasta"), reason="datasets 5.1 or newer reads FASTA files")
+@needs_fasta
 def test_sequences_of_fasta_files(tmp_path, monkeypatch):
     path = tmp_path / "genome.fna"
     path.write_text(">chr1 first one\nACGTN\nacg\n\n>chr2\nTT\n", encoding="utf-8")

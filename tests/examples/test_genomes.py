@@ -10,12 +10,11 @@ import run_glue
 import run_pretraining
 import train_tokenizer
 from accelerate.state import AcceleratorState
-from datasets import packaged_modules
 from transformers import pipeline
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(packaged_modules, "fasta"), reason="datasets 5.1 or newer reads FASTA files"
-)
+from tests.fasta import needs_fasta
+
+pytestmark = needs_fasta
 
 GENES = ["GATTACAC", "CCGTATGA", "TTGCAGTC", "AACCTGGG"]
 
