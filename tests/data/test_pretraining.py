@@ -48,31 +48,59 @@ def test_rows_follow_each_other_and_lose_nothing(documents, rows, tokenizer):
 
 
 def test_a_row_has_as_many_whole_sentences_as_it_can(tokenizer):
-    text = " ".join(f"Sentence {'data ' * (i % 5)}of the default dtype." for i in range(300))
-    rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0)
-    sentences = [np.split(row["input_ids"], row["sentence_starts"]) for row in rows]
-    for row, following in pairwise(sentences):
-        texts = [tokenizer.decode(sentence) for sentence in row]
-        assert all(re.fullmatch(r"sentence [a-z ]+\.", text) for text in texts), texts
-        assert sum(map(len, [*row, following[0]])) + 3 > MAX_LENGTH
+    """It had no room for the sentence after it or, if the document was cut from its end, for the one before it."""
+    texts = [
+        " ".join(f"Sentence {'data ' * (i * k % 5)}of the default dtype." for i in range(99)) for k in range(1, 9)
+    ]
+    rows = pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, MAX_LENGTH, 0.0)
+    sentences = [[len(part) for part in np.split(row["input_ids"], row["sentence_starts"])] for row in rows]
+    decoded = [tokenizer.decode(part) for row in rows for part in np.split(row["input_ids"], row["sentence_starts"])]
+    assert all(re.fullmatch(r"sentence [a-z ]+\.", text) for text in decoded)
+    lengths = [len(tokens_of(text, tokenizer)) for text in texts]
+    ends = np.flatnonzero(np.isin(np.cumsum([sum(row) for row in sentences]), np.cumsum(lengths)))
+    directions = set()
+    for first, last in pairwise([-1, *ends.tolist()]):
+        pairs = list(pairwise(sentences[first + 1 : last + 1]))
+        forwards = all(sum(row) + following[0] + 3 > MAX_LENGTH for row, following in pairs)
+        backwards = all(before[-1] + sum(row) + 3 > MAX_LENGTH for before, row in pairs)
+        assert len(pairs) > 5 and forwards + backwards == 1
+        directions.add(forwards)
+    assert directions == {True, False}
     assert len({len(row) for row in sentences}) > 1
+
+
+def test_the_lengths_of_segments_do_not_show_their_order(tokenizer):
+    """Cut from the beginning alone, the first segment is the longer one in 56 % of the pairs, as it begins with the
+    sentence for which the row before had no room."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 60, size=(4, 10_000))
+    texts = [" ".join("Data" + " data" * (length - 1) + "." for length in row) for row in lengths.tolist()]
+    rows = pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 128, load_from_cache_file=False)
+    shares = []
+    for row in rows:
+        if len(row["sentence_starts"]):
+            first = row["sentence_starts"] / len(row["input_ids"])
+            shares.append(np.mean(first > 0.5) + np.mean(first == 0.5) / 2)
+    assert len(shares) > 7_000 and abs(np.mean(shares) - 0.5) < 0.01, np.mean(shares)
 
 
 def test_a_sentence_longer_than_a_row_is_cut_between_words_and_gives_no_order(tokenizer):
     """Half a sentence at the end of the first segment would show that the pair is swapped."""
-    text = (
-        "The mean. The sum. " + "The data " * 2 * MAX_LENGTH + "end. The axis. " + "The mean. The sum. " * MAX_LENGTH
-    )
-    rows = pretraining_dataset(Dataset.from_dict({"text": [text]}), tokenizer, MAX_LENGTH, 0.0, with_word_starts=True)
-    texts = [tokenizer.decode(row["input_ids"]) for row in rows]
-    first = next(i for i, text in enumerate(texts) if "data" in text)
-    last = next(i for i, text in enumerate(texts) if "end" in text)
-    assert first == 1 and last > 3
-    assert [len(row["sentence_starts"]) > 0 for row in rows] == [not first <= i <= last for i in range(len(rows))]
-    # The end of the long sentence has the following ones beside it.
-    assert all(text.endswith(".") for text in texts[last:]) and "axis" in texts[last]
-    assert all(row["word_starts"][0] for row in rows)
-    assert min(rows["length"][first:last]) >= MAX_LENGTH - 8  # the longest word is a few tokens
+    around = "The mean. The sum. " * MAX_LENGTH
+    text = around + "The axis. Begin " + "the data " * 2 * MAX_LENGTH + "end. The axis. " + around
+    document, forwards = Dataset.from_dict({"text": [text]}), set()
+    for seed in range(4):
+        rows = pretraining_dataset(document, tokenizer, MAX_LENGTH, 0.0, seed, with_word_starts=True)
+        texts = [tokenizer.decode(row["input_ids"]) for row in rows]
+        first, last = (next(i for i, text in enumerate(texts) if word in text) for word in ("begin", "end"))
+        assert 3 < first < last - 3
+        assert [len(row["sentence_starts"]) > 0 for row in rows] == [not first <= i <= last for i in range(len(rows))]
+        # One end of the long sentence has other sentences beside it.
+        forwards.add("axis" in texts[last])
+        assert ("axis" in texts[last]) + ("axis" in texts[first]) == 1
+        assert all(row["word_starts"][0] for row in rows)
+        assert min(rows["length"][first + 1 : last]) >= MAX_LENGTH - 8  # the longest word is a few tokens
+    assert forwards == {True, False}
 
 
 def test_without_sentence_order_rows_are_full(tokenizer, documents):

@@ -19,6 +19,7 @@ from datasets import Sequence as Column
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .caching import with_code
 from .encoding import encode_texts
 from .masking import IGNORED
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, texts_of
@@ -224,7 +225,7 @@ def causal_dataset(
     check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
     options: dict[str, Any] = {"batched": True, "load_from_cache_file": load_from_cache_file}
     tokens = dataset.map(
-        partial(encode_documents, tokenizer=tokenizer, text_column=text_column),
+        with_code(partial(encode_documents, tokenizer=tokenizer, text_column=text_column)),
         with_indices=True,
         batch_size=100,  # documents may be books
         remove_columns=dataset.column_names,
@@ -235,7 +236,7 @@ def causal_dataset(
     )
     # In one process: several would divide the documents differently and give other rows.
     rows = tokens.with_format("numpy").map(
-        partial(pack_rows, block_size=block_size),
+        with_code(partial(pack_rows, block_size=block_size)),
         batch_size=DOCUMENTS_OF_A_BATCH,
         remove_columns=tokens.column_names,
         features=ROWS,

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, DatasetDict, Features, Value
 
+from .caching import with_code
+
 FEATURES = Features({name: Value("string") for name in ("text", "package", "object", "file", "split")})
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "_vendor", "vendor"})
@@ -198,7 +200,7 @@ def load_docstrings(
     random.Random(seed).shuffle(files)  # about the same work for each process
     cache = {"cache_dir": None if cache_dir is None else os.fspath(cache_dir), "features": FEATURES}
     raw = Dataset.from_generator(
-        iter_docstrings,
+        with_code(iter_docstrings),
         gen_kwargs={"files": files, "heldout_fraction": heldout_fraction},
         num_proc=num_proc,
         **cache,
@@ -207,7 +209,7 @@ def load_docstrings(
     order = np.random.default_rng(seed).permutation(len(raw))
     heldout = np.asarray(raw["split"])[order] == "validation"
     raw = raw.select(np.concatenate([order[~heldout], order[heldout]]))
-    unique = Dataset.from_generator(deduplicate, gen_kwargs={"rows": raw}, **cache)
+    unique = Dataset.from_generator(with_code(deduplicate), gen_kwargs={"rows": raw}, **cache)
     num_train = sum(split == "train" for split in unique["split"])
     unique = unique.remove_columns("split")
     return DatasetDict(train=unique.select(range(num_train)), validation=unique.select(range(num_train, len(unique))))

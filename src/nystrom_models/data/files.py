@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 from datasets import Dataset, Features, IterableDataset, concatenate_datasets, load_dataset, packaged_modules
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
+from .caching import with_code
+
 # "NA" and "null" are texts, not missing values; in .tsv files, quotes are text, too.
 _CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 _TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
@@ -171,7 +173,7 @@ def rows_of_files(
     files = tuple((os.path.abspath(name), os.stat(name).st_mtime_ns, os.stat(name).st_size) for name in names)
     try:
         rows = Dataset.from_generator(
-            read,
+            with_code(read),
             features=features,
             cache_dir=None if cache_dir is None else os.fspath(cache_dir),
             gen_kwargs={"files": files, **options},
@@ -225,7 +227,7 @@ def load_files(
     try:
         dataset = _load(names, ending := endings.pop(), cache_dir, streaming)
         if marked and ending == ".txt":  # the reader of text does not remove byte-order marks; the others do
-            dataset = dataset.map(_without_mark)
+            dataset = dataset.map(with_code(_without_mark))
         if isinstance(dataset, IterableDataset):
             return dataset
         dataset.data.table.validate(full=True)  # the JSON reader accepts text that is not UTF-8

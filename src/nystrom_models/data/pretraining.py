@@ -14,6 +14,7 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as Column
 from transformers import PreTrainedTokenizerBase
 
+from .caching import with_code
 from .encoding import encode_texts
 from .sentences import sentence_starts
 from .unknown_text import check_known_documents
@@ -30,6 +31,9 @@ WORD_FEATURES = Features({**FEATURES, "word_starts": Column(Value("bool"))})
 
 # The most rows of a document: the number of a row is below this.
 MAX_ROWS_OF_A_DOCUMENT = 2**20
+
+# How much of a document, in full rows, is cut from one of its ends.
+ROWS_OF_A_STRETCH = 64
 
 # If a smaller share of the rows has at least two sentences, a model learns almost nothing about sentence order.
 MIN_ORDERED_SHARE = 0.03
@@ -52,6 +56,36 @@ def _between(ascending: np.ndarray, after: int, up_to: int) -> np.ndarray:
 
 
 def _cut(
+    start: int,
+    stop: int,
+    borders: np.ndarray,
+    word_borders: np.ndarray,
+    max_tokens: int,
+    short_seq_prob: float,
+    rng: np.random.Generator,
+) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of the rows from the token `start` up to `stop`, without gaps between them.
+
+    A row has as many tokens as it can and ends at a border. If there is none, it ends with a word.
+    """
+    while start < stop:
+        size = max_tokens
+        if rng.random() < short_seq_prob:
+            size = int(rng.integers(1, max_tokens + 1))
+        later = _between(borders, start, min(start + max_tokens, stop))
+        within = _between(borders, start, min(start + size, stop))
+        if len(within):
+            end = int(within[-1])
+        elif len(later):
+            end = int(later[0])
+        else:
+            before = _between(word_borders, start, start + max_tokens)
+            end = int(before[-1]) if len(before) else start + max_tokens
+        yield start, end
+        start = end
+
+
+def _rows(
     num_tokens: int,
     sentences: np.ndarray | None,
     words: np.ndarray,
@@ -59,29 +93,32 @@ def _cut(
     short_seq_prob: float,
     rng: np.random.Generator,
 ) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of the rows of a document, without gaps between them.
+    """Beginnings and ends of the rows of a document, in order and without gaps between them.
 
-    sentences: the tokens that sentences begin with. Rows end with a sentence, except within one that is longer than a
+    sentences: the tokens that sentences begin with. Rows have whole sentences, except within one that is longer than a
     row. If None, rows end with any word.
+
+    A row that is filled from its first sentence begins with the one for which the row before had no room, which is
+    longer than others. This would show the order of a pair: the longer segment would more often be the first. So half
+    of the stretches of a document, drawn at random, are cut from their end, where the longer sentences come last.
     """
-    word_ends = np.append(np.flatnonzero(words), num_tokens)
-    ends = word_ends if sentences is None else np.append(sentences, num_tokens)
+    word_borders = np.union1d(np.flatnonzero(words), [0, num_tokens])
+    if sentences is None:
+        yield from _cut(0, num_tokens, word_borders, word_borders, max_tokens, short_seq_prob, rng)
+        return
+    borders = np.union1d(sentences, [0, num_tokens])
     start = 0
     while start < num_tokens:
-        size = max_tokens
-        if rng.random() < short_seq_prob:
-            size = int(rng.integers(1, max_tokens + 1))
-        later = _between(ends, start, start + max_tokens)
-        within = _between(ends, start, start + size)
-        if len(within):
-            end = int(within[-1])
-        elif len(later):
-            end = int(later[0])
+        after = int(np.searchsorted(borders, start + ROWS_OF_A_STRETCH * max_tokens))
+        stop = int(borders[min(after, len(borders) - 1)])
+        if rng.random() < 0.5:
+            yield from _cut(start, stop, borders, word_borders, max_tokens, short_seq_prob, rng)
         else:
-            before = _between(word_ends, start, start + max_tokens)
-            end = int(before[-1]) if len(before) else start + max_tokens
-        yield start, end
-        start = end
+            mirrored, mirrored_words = (num_tokens - ascending[::-1] for ascending in (borders, word_borders))
+            first, last = num_tokens - stop, num_tokens - start
+            cuts = _cut(first, last, mirrored, mirrored_words, max_tokens, short_seq_prob, rng)
+            yield from [(num_tokens - end, num_tokens - begin) for begin, end in cuts][::-1]
+        start = stop
 
 
 def _splits(start: int, end: int, num_tokens: int, sentences: np.ndarray | None) -> np.ndarray:
@@ -134,7 +171,7 @@ def build_pretraining_rows(
             continue
         sentences = _sentence_tokens(text, ends, language) if sentence_order else None
         rng = np.random.default_rng((seed, number))
-        cuts = _cut(len(ids), sentences, words, max_length - num_special, short_seq_prob, rng)
+        cuts = _rows(len(ids), sentences, words, max_length - num_special, short_seq_prob, rng)
         for row, (start, end) in enumerate(cuts):
             rows["input_ids"].append(ids[start:end])
             rows["sentence_starts"].append(_splits(start, end, len(ids), sentences))
@@ -216,16 +253,18 @@ def pretraining_dataset(
     check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
     check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
     rows = dataset.map(
-        partial(
-            build_pretraining_rows,
-            tokenizer=tokenizer,
-            max_length=max_length,
-            short_seq_prob=short_seq_prob,
-            seed=seed,
-            text_column=text_column,
-            language=language,
-            with_word_starts=with_word_starts,
-            sentence_order=sentence_order,
+        with_code(
+            partial(
+                build_pretraining_rows,
+                tokenizer=tokenizer,
+                max_length=max_length,
+                short_seq_prob=short_seq_prob,
+                seed=seed,
+                text_column=text_column,
+                language=language,
+                with_word_starts=with_word_starts,
+                sentence_order=sentence_order,
+            )
         ),
         with_indices=True,
         batched=True,

@@ -8,6 +8,8 @@ from typing import Any
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
+from .caching import with_code
+
 
 def make_rows(
     dataset: Dataset,
@@ -30,7 +32,7 @@ def make_rows(
         features: the new columns; needed if a batch may result in no row.
     """
     rows = dataset.map(
-        build,
+        with_code(build),
         batched=True,
         batch_size=batch_size,
         with_indices=True,

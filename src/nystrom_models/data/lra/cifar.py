@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
+from ..caching import with_code
 from .counts import require_counts
 from .generation import read_files
 from .pictures import to_text
@@ -64,7 +65,11 @@ def load_cifar(
     if data_dir is None:
         found = {
             split: rows.map(
-                _grey_texts, batched=True, remove_columns=rows.column_names, features=_FEATURES, num_proc=num_proc
+                with_code(_grey_texts),
+                batched=True,
+                remove_columns=rows.column_names,
+                features=_FEATURES,
+                num_proc=num_proc,
             )
             for split, rows in load_dataset(REPOSITORY, cache_dir=cache_dir).items()
         }

@@ -7,13 +7,13 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, Value
 
+from ..caching import with_code
+
 _ROWS_OF_A_PART = 500
-# Part of the names of cached rows: increase it when the rows of a seed change.
-_VERSION = 1
 
 
 def _drawn(
-    draw: Callable[..., tuple[str, int]], version: int, numbers: Sequence[range], name: str, **options: Any
+    draw: Callable[..., tuple[str, int]], numbers: Sequence[range], name: str, **options: Any
 ) -> Iterator[dict[str, Any]]:
     """A row for each number. `datasets` identifies cached data by these arguments."""
     for part in numbers:
@@ -22,7 +22,7 @@ def _drawn(
             yield {"text": text, "label": label}
 
 
-def _read(rows: Callable[..., Iterator[Any]], version: str, **options: Any) -> Iterator[Any]:
+def _read(rows: Callable[..., Iterator[Any]], stamps: str, **options: Any) -> Iterator[Any]:
     """The same for rows of files."""
     return rows(**options)
 
@@ -53,12 +53,11 @@ def generate(
         starts = range(0, size, _ROWS_OF_A_PART)
         parts = [range(start, min(start + _ROWS_OF_A_PART, size)) for start in starts]
         found[split] = Dataset.from_generator(
-            _drawn,
+            with_code(_drawn),
             features=features,
             cache_dir=cache_dir,
             gen_kwargs={
                 "draw": draw,
-                "version": _VERSION,
                 "numbers": parts,
                 "name": f"{split}-{seed}",
                 **options,
@@ -87,12 +86,12 @@ def read_files(
     """
     stamps = " ".join(f"{path.stat().st_size}-{path.stat().st_mtime_ns}" for path in paths)
     return Dataset.from_generator(
-        _read,
+        with_code(_read),
         features=features,
         cache_dir=cache_dir,
         gen_kwargs={
             "rows": rows,
-            "version": f"{_VERSION} {stamps}",
+            "stamps": stamps,
             "paths": [str(path.resolve()) for path in paths],
             **options,
         },
