@@ -64,7 +64,7 @@ def _cut(
     short_seq_prob: float,
     rng: np.random.Generator,
 ) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of the rows from the token `start` up to `stop`, without gaps between them.
+    """Beginnings and ends of the rows from the token `start` up to `stop`, the last border, without gaps between them.
 
     A row has as many tokens as it can and ends at a border. If there is none, it ends with a word.
     """
@@ -72,8 +72,8 @@ def _cut(
         size = max_tokens
         if rng.random() < short_seq_prob:
             size = int(rng.integers(1, max_tokens + 1))
-        later = _between(borders, start, min(start + max_tokens, stop))
-        within = _between(borders, start, min(start + size, stop))
+        later = _between(borders, start, start + max_tokens)
+        within = _between(borders, start, start + size)
         if len(within):
             end = int(within[-1])
         elif len(later):
@@ -102,7 +102,9 @@ def _rows(
     longer than others. This would show the order of a pair: the longer segment would more often be the first. So half
     of the stretches of a document, drawn at random, are cut from their end, where the longer sentences come last.
     """
-    word_borders = np.union1d(np.flatnonzero(words), [0, num_tokens])
+    marks = np.append(words, True)
+    marks[0] = True
+    word_borders = np.flatnonzero(marks)
     if sentences is None:
         yield from _cut(0, num_tokens, word_borders, word_borders, max_tokens, short_seq_prob, rng)
         return
@@ -111,13 +113,13 @@ def _rows(
     while start < num_tokens:
         after = int(np.searchsorted(borders, start + ROWS_OF_A_STRETCH * max_tokens))
         stop = int(borders[min(after, len(borders) - 1)])
+        inside, words_inside = (_between(ascending, start - 1, stop) for ascending in (borders, word_borders))
         if rng.random() < 0.5:
-            yield from _cut(start, stop, borders, word_borders, max_tokens, short_seq_prob, rng)
-        else:
-            mirrored, mirrored_words = (num_tokens - ascending[::-1] for ascending in (borders, word_borders))
-            first, last = num_tokens - stop, num_tokens - start
-            cuts = _cut(first, last, mirrored, mirrored_words, max_tokens, short_seq_prob, rng)
-            yield from [(num_tokens - end, num_tokens - begin) for begin, end in cuts][::-1]
+            yield from _cut(start, stop, inside, words_inside, max_tokens, short_seq_prob, rng)
+        else:  # mirrored, cut from the beginning, and mirrored again
+            inside, words_inside = (start + stop - ascending[::-1] for ascending in (inside, words_inside))
+            cuts = _cut(start, stop, inside, words_inside, max_tokens, short_seq_prob, rng)
+            yield from [(start + stop - end, start + stop - begin) for begin, end in cuts][::-1]
         start = stop
 
 
