@@ -33,7 +33,7 @@ WORD_FEATURES = Features({**FEATURES, "word_starts": Column(Value("bool"))})
 MAX_ROWS_OF_A_DOCUMENT = 2**20
 
 # How much of a document, in full rows, is cut from one of its ends.
-ROWS_OF_A_STRETCH = 64
+ROWS_OF_A_PART = 64
 
 # If a smaller share of the rows has at least two sentences, a model learns almost nothing about sentence order.
 MIN_ORDERED_SHARE = 0.03
@@ -100,7 +100,7 @@ def _rows(
 
     A row that is filled from its first sentence begins with the one for which the row before had no room, which is
     longer than others. This would show the order of a pair: the longer segment would more often be the first. So half
-    of the stretches of a document, drawn at random, are cut from their end, where the longer sentences come last.
+    of the parts of a document, drawn at random, are cut from their end, where the longer sentences come last.
     """
     marks = np.append(words, True)
     marks[0] = True
@@ -111,7 +111,7 @@ def _rows(
     borders = np.union1d(sentences, [0, num_tokens])
     start = 0
     while start < num_tokens:
-        after = int(np.searchsorted(borders, start + ROWS_OF_A_STRETCH * max_tokens))
+        after = int(np.searchsorted(borders, start + ROWS_OF_A_PART * max_tokens))
         stop = int(borders[min(after, len(borders) - 1)])
         inside, words_inside = (_between(ascending, start - 1, stop) for ascending in (borders, word_borders))
         if rng.random() < 0.5:
