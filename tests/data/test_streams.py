@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 
-from nystrom_models.data import StreamLoader, causal_stream, causal_tokenizer, load_files, pretraining_stream
+from nystrom_models.data import StreamLoader, causal_stream, causal_tokenizer, load_files, pretraining_stream, streams
 from nystrom_models.data.streams import Lane
 
 DOCUMENTS = 111
@@ -55,11 +55,19 @@ def stream(request, tmp_path_factory):
     return load_files(paths, streaming=True)
 
 
-@pytest.mark.parametrize("num_lanes", [1, 3])
-def test_lanes_share_the_documents_and_go_on_from_any_row(stream, num_lanes):
+@pytest.mark.parametrize(("num_lanes", "most_bytes", "most"), [(1, 2**26, 64), (3, 2**26, 37), (2, 30, 3)])
+def test_lanes_share_the_documents_and_go_on_from_any_row(stream, num_lanes, most_bytes, most, monkeypatch):
+    """Also if documents are so long that few are read at once."""
+    monkeypatch.setattr(streams, "MOST_BYTES", most_bytes)
+    numbers_read = []
+
+    def recorded(documents, numbers):
+        numbers_read.append(len(numbers))
+        return build(documents, numbers)
+
     seen = []
     for number in range(num_lanes):
-        lane = Lane(stream, build, number, num_lanes, 20, 0)
+        lane = Lane(stream, recorded, number, num_lanes, 20, 0)
         whole = list(lane.rows(0))
         seen += [row["index"] for row, _ in whole]
         # Continued from a state, and from a state of a lane that was itself continued from a state.
@@ -76,7 +84,7 @@ def test_lanes_share_the_documents_and_go_on_from_any_row(stream, num_lanes):
         assert later != [row["index"] for row, _ in whole] and sorted(later) == sorted(
             row["index"] for row, _ in whole
         )
-    assert sorted(seen) == ROWS
+    assert sorted(seen) == ROWS and max(numbers_read) == most
 
 
 def test_going_on_builds_no_rows_of_what_was_before(stream):

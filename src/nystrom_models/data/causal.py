@@ -23,6 +23,7 @@ from .caching import with_code
 from .encoding import encode_texts
 from .masking import IGNORED
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, texts_of
+from .rows import documents_of_a_batch
 from .special_tokens import Template
 from .streams import StreamLoader, stream_columns
 from .unknown_text import check_known_documents
@@ -140,7 +141,7 @@ def pack_rows(documents: Mapping[str, Sequence[Any]], block_size: int) -> dict[s
     be shorter.
 
     `num_bytes` counts the bytes of the tokens that are predicted. `index` is the number of the row's first document
-    times 2^20, plus the number of the row among the rows that begin in this document.
+    times 2^24, plus the number of the row among the rows that begin in this document.
     """
     rows: dict[str, list] = {name: [] for name in ROWS}
     if len(documents["input_ids"]) == 0:
@@ -227,7 +228,7 @@ def causal_dataset(
     tokens = dataset.map(
         with_code(partial(encode_documents, tokenizer=tokenizer, text_column=text_column)),
         with_indices=True,
-        batch_size=100,  # documents may be books
+        batch_size=documents_of_a_batch(dataset, text_column),
         remove_columns=dataset.column_names,
         features=TOKENS,
         num_proc=num_proc,

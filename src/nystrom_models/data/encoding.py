@@ -46,6 +46,13 @@ def _tokens(encoding: Encoding, start: int) -> Tokens:
     return Tokens(np.array(encoding.ids, dtype=np.int32), np.maximum.accumulate(ends) + np.int32(start), begins)
 
 
+def _joined(parts: list[Tokens]) -> Tokens:
+    """The tokens of all parts. Empties the list: each column is freed when it is joined."""
+    columns = [list(column) for column in zip(*parts, strict=True)]
+    parts.clear()
+    return Tokens(*(np.concatenate(columns.pop(0)) for _ in range(len(columns))))
+
+
 def encode_texts(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_characters: int = NUM_CHARACTERS
 ) -> list[Tokens]:
@@ -82,4 +89,4 @@ def encode_texts(
             size += len(part)
     if portion:
         encode()
-    return [Tokens(*map(np.concatenate, zip(*parts, strict=True))) for parts in found]
+    return [_joined(parts) for parts in found]

@@ -5,7 +5,7 @@ A row contains token ids and the positions where sentences begin. What changes i
 [`PretrainingCollator`]: how a row is split into a pair, whether the pair is swapped, and which tokens are masked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .caching import with_code
 from .encoding import encode_texts
+from .rows import documents_of_a_batch
 from .sentences import sentence_starts
 from .unknown_text import check_known_documents
 
@@ -30,7 +31,10 @@ FEATURES = Features(
 WORD_FEATURES = Features({**FEATURES, "word_starts": Column(Value("bool"))})
 
 # The most rows of a document: the number of a row is below this.
-MAX_ROWS_OF_A_DOCUMENT = 2**20
+MAX_ROWS_OF_A_DOCUMENT = 2**24
+
+# The borders above one number, up to and with another, ascending.
+Borders = Callable[[int, int], np.ndarray]
 
 # How much of a document, in full rows, is cut from one of its ends.
 ROWS_OF_A_PART = 64
@@ -58,28 +62,30 @@ def _between(ascending: np.ndarray, after: int, up_to: int) -> np.ndarray:
 def _cut(
     start: int,
     stop: int,
-    borders: np.ndarray,
-    word_borders: np.ndarray,
+    borders: Borders,
+    word_borders: Borders,
     max_tokens: int,
     short_seq_prob: float,
     rng: np.random.Generator,
 ) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of the rows from the token `start` up to `stop`, the last border, without gaps between them.
+    """Beginnings and ends of the rows from the token `start` up to `stop`, a border, without gaps between them.
 
     A row has as many tokens as it can and ends at a border. If there is none, it ends with a word.
+
+    borders, word_borders: return those above one number, up to and with another.
     """
     while start < stop:
         size = max_tokens
         if rng.random() < short_seq_prob:
             size = int(rng.integers(1, max_tokens + 1))
-        later = _between(borders, start, start + max_tokens)
-        within = _between(borders, start, start + size)
+        later = borders(start, start + max_tokens)
+        within = borders(start, start + size)
         if len(within):
             end = int(within[-1])
         elif len(later):
             end = int(later[0])
         else:
-            before = _between(word_borders, start, start + max_tokens)
+            before = word_borders(start, start + max_tokens)
             end = int(before[-1]) if len(before) else start + max_tokens
         yield start, end
         start = end
@@ -104,7 +110,10 @@ def _rows(
     """
     marks = np.append(words, True)
     marks[0] = True
-    word_borders = np.flatnonzero(marks)
+
+    def word_borders(after: int, up_to: int) -> np.ndarray:
+        return after + 1 + np.flatnonzero(marks[after + 1 : up_to + 1])
+
     if sentences is None:
         yield from _cut(0, num_tokens, word_borders, word_borders, max_tokens, short_seq_prob, rng)
         return
@@ -113,13 +122,13 @@ def _rows(
     while start < num_tokens:
         after = int(np.searchsorted(borders, start + ROWS_OF_A_PART * max_tokens))
         stop = int(borders[min(after, len(borders) - 1)])
-        inside, words_inside = (_between(ascending, start - 1, stop) for ascending in (borders, word_borders))
-        if rng.random() < 0.5:
-            yield from _cut(start, stop, inside, words_inside, max_tokens, short_seq_prob, rng)
-        else:  # mirrored, cut from the beginning, and mirrored again
-            inside, words_inside = (start + stop - ascending[::-1] for ascending in (inside, words_inside))
-            cuts = _cut(start, stop, inside, words_inside, max_tokens, short_seq_prob, rng)
-            yield from [(start + stop - end, start + stop - begin) for begin, end in cuts][::-1]
+        inside, words_inside = _between(borders, start - 1, stop), word_borders(start - 1, stop)
+        forwards = rng.random() < 0.5
+        if not forwards:  # mirrored, cut from the beginning, and mirrored again
+            inside, words_inside = start + stop - inside[::-1], start + stop - words_inside[::-1]
+        between, words_between = partial(_between, inside), partial(_between, words_inside)
+        cuts = _cut(start, stop, between, words_between, max_tokens, short_seq_prob, rng)
+        yield from cuts if forwards else [(start + stop - end, start + stop - begin) for begin, end in cuts][::-1]
         start = stop
 
 
@@ -162,7 +171,7 @@ def build_pretraining_rows(
     """Rows of a batch of documents: the function that [`pretraining_dataset`] maps.
 
     Every document has its own random generator, seeded with its number in `indices`, so that batches and processes do
-    not change the result. Here, `index` is the number of the document times 2^20, plus the number of the row in the
+    not change the result. Here, `index` is the number of the document times 2^24, plus the number of the row in the
     document.
     """
     num_special = tokenizer.num_special_tokens_to_add(pair=True)
@@ -270,7 +279,7 @@ def pretraining_dataset(
         ),
         with_indices=True,
         batched=True,
-        batch_size=100,  # documents may be books
+        batch_size=documents_of_a_batch(dataset, text_column),
         remove_columns=dataset.column_names,
         features=WORD_FEATURES if with_word_starts else FEATURES,
         num_proc=num_proc,

@@ -5,10 +5,26 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset, Features
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from .caching import with_code
+
+# The most documents, and bytes of text, that are made into rows at once: documents may be books or chromosomes.
+MOST_DOCUMENTS = 100
+MOST_BYTES = 2**26
+
+
+def documents_of_a_batch(dataset: Dataset, text_column: str, most: int = MOST_DOCUMENTS) -> int:
+    """How many documents to read at once: `most`; fewer if they are long, but at least one. A batch of several has at
+    most 67 million bytes of text, in whatever order the documents are."""
+    if dataset.features[text_column] not in (Value("string"), Value("large_string")):
+        return most
+    lengths = pc.binary_length(dataset.data.column(text_column)).fill_null(0).to_numpy()
+    longest = np.sort(lengths)[::-1][:most]
+    return max(1, int(np.searchsorted(np.cumsum(longest), MOST_BYTES, side="right")))
 
 
 def make_rows(

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .loading import Collator, Step, deal, unchanged, without_signals
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, build_pretraining_rows, check_options
+from .rows import MOST_BYTES
 
 # Number of documents of a lane that are tokenized together.
 DOCUMENTS_OF_A_BATCH = 64
@@ -48,7 +49,8 @@ class _Reader:
     def _read(self) -> list[Row]:
         numbers: list[int] = []
         documents: list[Mapping[str, Any]] = []
-        while len(documents) < self.lane.documents_of_a_batch:
+        size = 0
+        while len(documents) < self.lane.documents_of_a_batch and size < MOST_BYTES:
             document = next(self.documents, None)
             if document is None:
                 self.exhausted = True
@@ -56,6 +58,7 @@ class _Reader:
             if self.number % self.lane.num_lanes == self.lane.lane:
                 numbers.append(self.number)
                 documents.append(document)
+                size += sum(len(value) for value in document.values() if isinstance(value, str))
             self.number += 1
         self.state = self.stream.state_dict()
         if not documents:
@@ -81,7 +84,7 @@ class Lane:
         lane, num_lanes: number of this lane, and of all lanes that share the stream.
         buffer_size: rows of a block.
         seed: of the order.
-        documents_of_a_batch: how many documents `build_rows` gets at once.
+        documents_of_a_batch: how many documents `build_rows` gets at once; fewer if they are long.
     """
 
     documents: IterableDataset
