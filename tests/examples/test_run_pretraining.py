@@ -95,8 +95,8 @@ def trained(request, corpus, tmp_path_factory):
 def test_it_learns_and_leaves_everything(trained):
     family, output, results, history = trained
     scores = results["validation"]
-    measured = {row["step"]: row["eval_mlm_accuracy"] for row in history if "eval_mlm_accuracy" in row}
-    assert list(measured) == [100, 200, 250] and results["train"]["best_step"] == max(measured, key=measured.get)
+    measured = {row["step"]: row["eval_mlm_loss"] for row in history if "eval_mlm_loss" in row}
+    assert list(measured) == [100, 200, 250] and results["train"]["best_step"] == min(measured, key=measured.get)
     assert scores["mlm_accuracy"] > 0.5 and scores["sop_accuracy"] > 0.8
     assert scores["perplexity"] == pytest.approx(torch.tensor(scores["mlm_loss"]).exp().item())
     written = json.loads((output / "all_results.json").read_text())
@@ -414,7 +414,8 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--hub_model_id name", ValueError, "--push_to_hub"),
         ("--lr_scheduler_type cosinus", ValueError, "--lr_scheduler_type must be one of linear"),
         ("--lr_scheduler_kwargs x", ValueError, "is not JSON"),
-        ('--lr_scheduler_kwargs {"num_cycle":1}', ValueError, "are not valid for --lr_scheduler_type linear"),
+        ('--lr_scheduler_kwargs {"num_cycle":1}', ValueError, "--lr_scheduler_type linear does not take"),
+        ("--lr_scheduler_type cosine_with_min_lr", ValueError, "needs --lr_scheduler_kwargs: One of min_lr"),
         ("--tokens_per_step 20", ValueError, "less than the"),
         ("--tokens_per_step 400 --gradient_accumulation_steps 2", ValueError, "omit --gradient_accumulation"),
         ("--streaming --max_eval_samples 9 --tokens_per_step 400", ValueError, "omit --streaming"),

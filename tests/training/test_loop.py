@@ -26,6 +26,7 @@ from nystrom_models.training import (
     save_pretrained,
     train,
 )
+from nystrom_models.training.optimization import OPTIMIZERS, SCHEDULES
 from tests.training import two_processes
 from tests.training.models import FAMILIES, tiny_model
 
@@ -208,6 +209,32 @@ def test_optimizer_and_schedule(tokenizer):
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx([0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125])
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_with_every_optimizer(schedule, optim, tokenizer):
+    options = '{"min_lr": 0.01}' if "min_lr" in schedule else None
+    args = OptimizationArguments(
+        optim=optim, learning_rate=1.0, lr_scheduler_type=schedule, lr_scheduler_kwargs=options, num_warmup_steps=2
+    )
+    optimizer = create_optimizer(tiny_model("nystromformer", tokenizer), args)
+    scheduler = create_scheduler(optimizer, args, num_training_steps=20)
+    rates = []
+    for _ in range(20):
+        rates.append(scheduler.get_last_lr())
+        optimizer.step()
+        scheduler.step()
+    assert all(len(set(groups)) == 1 for groups in rates)
+    first, second, third, *_, last = (groups[0] for groups in rates)
+    assert third == pytest.approx(1, abs=0.01)
+    assert (last == third) == schedule.startswith("constant")
+    if schedule == "constant":
+        assert first == second == 1
+    elif schedule == "cosine_warmup_with_min_lr":  # Transformers' own warm-up begins one step later
+        assert (first, second) == pytest.approx((0.5, 1))
+    else:
+        assert (first, second) == pytest.approx((0, 0.5))
 
 
 def test_warm_up_by_steps(tokenizer):

@@ -75,7 +75,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW([dict(group) for group in others], lr=lr, **adamw),
         )
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
         self._share()
 
     def _share(self) -> None:

@@ -2,7 +2,9 @@
 """The optimizer and learning-rate schedule of BERT-style training."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +93,6 @@ class OptimizationArguments:
             raise ValueError(
                 f"--lr_scheduler_type must be one of {', '.join(SCHEDULES)}, but is {self.lr_scheduler_type}."
             )
-        self.schedule_options()
         if self.num_train_epochs <= 0:
             raise ValueError(f"--num_train_epochs must be positive, but is {self.num_train_epochs}.")
         if self.num_warmup_steps is not None and self.num_warmup_steps < 0:
@@ -101,6 +102,7 @@ class OptimizationArguments:
         for name in ("learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be positive, but is {getattr(self, name)}.")
+        _schedule(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=self.learning_rate), self, 1, 10)
 
     def schedule_options(self) -> dict[str, Any]:
         """`--lr_scheduler_kwargs` as a dictionary."""
@@ -137,6 +139,28 @@ def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.opt
     return torch.optim.AdamW(groups, lr=args.learning_rate, **options)
 
 
+def _schedule(
+    optimizer: torch.optim.Optimizer, args: OptimizationArguments, warmup: int, num_training_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    options = args.schedule_options()
+    if args.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in options:
+        options["num_decay_steps"] = num_training_steps // 10
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
+    except (TypeError, ValueError) as error:
+        problem = (
+            f"does not take --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+            if options
+            else "needs --lr_scheduler_kwargs"
+        )
+        raise ValueError(f"--lr_scheduler_type {args.lr_scheduler_type} {problem}: {error}") from error
+
+
+def _after(schedule: Callable[[int], float], before: int, factor: float, step: int) -> float:
+    """A schedule that begins at the step `before`; up to then, the rate is multiplied by `factor`."""
+    return factor if step < before else schedule(step - before)
+
+
 def create_scheduler(
     optimizer: torch.optim.Optimizer,
     args: OptimizationArguments,
@@ -144,32 +168,16 @@ def create_scheduler(
     preparation: Preparation | None = None,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A schedule of `transformers.get_scheduler`: warm-up over `num_warmup_steps` (or `warmup_ratio` of all steps),
-    then the schedule of `lr_scheduler_type`. After a `preparation`, the schedule covers the remaining steps.
-
-    Raises:
-        ValueError: if the schedule does not take these `lr_scheduler_kwargs`.
-    """
+    then the schedule of `lr_scheduler_type`. After a `preparation`, the schedule covers the remaining steps."""
     before = 0 if preparation is None else preparation.steps
     num_training_steps -= before
     warmup = args.num_warmup_steps
     if warmup is None:
         warmup = round(args.warmup_ratio * num_training_steps)
-    options = args.schedule_options()
-    if args.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in options:
-        options["num_decay_steps"] = num_training_steps // 10
-    try:
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs} are not valid for --lr_scheduler_type "
-            f"{args.lr_scheduler_type}: {error}"
-        ) from error
+    scheduler = _schedule(optimizer, args, warmup, num_training_steps)
     if preparation is not None:
         factor = preparation.learning_rate / args.learning_rate
-        scheduler.lr_lambdas = [
-            lambda step, after=after: factor if step < before else after(step - before)
-            for after in scheduler.lr_lambdas
-        ]
+        scheduler.lr_lambdas = [partial(_after, after, before, factor) for after in scheduler.lr_lambdas]
         set_schedule_step(scheduler, 0)
     return scheduler
 
