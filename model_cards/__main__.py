@@ -49,8 +49,8 @@ class Comparison:
         return [column for column in COLUMNS if all(column[0] in runs for runs in self.content["results"].values())]
 
 
-# Task and metric in the files, and the name of the data in docs/attention-compared.md. Without the files' sop_accuracy:
-# their rows showed the order in the lengths of the segments.
+# Task and metric in the files, and the name of the data in docs/attention-compared.md. Their sop_accuracy is left out:
+# the rows showed the order in the lengths of the segments.
 COLUMNS = (
     ("pretraining", "mlm_accuracy", "English Wikipedia, MLM"),
     ("sst2", "accuracy", "SST-2"),

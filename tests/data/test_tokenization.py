@@ -9,6 +9,7 @@ from nystrom_models import LinformerConfig, NystromformerConfig
 from nystrom_models.data import (
     TextBatches,
     causal_tokenizer,
+    tokenization,
     train_byte_level_tokenizer,
     train_character_tokenizer,
     train_tokenizer,
@@ -113,3 +114,24 @@ def test_a_byte_level_tokenizer_loses_nothing(documents, tmp_path):
     assert len(loaded(documents["text"][0])["input_ids"]) < len(documents["text"][0]) / 2
     with pytest.raises(ValueError, match="vocab_size must be at least 259"):
         train_byte_level_tokenizer(documents["text"], 258)
+
+
+@pytest.mark.parametrize("train", [train_tokenizer, train_byte_level_tokenizer, train_character_tokenizer])
+def test_training_on_parts_of_texts_finds_the_same_vocabulary(train, documents, monkeypatch):
+    """Trainers take quadratic time for a text without spaces, so that they get long texts in parts."""
+    texts = [*documents["text"][:100], "\n\n  ".join(documents["text"]), "Tab\tand  two   spaces .\r\n" * 99]
+
+    def vocabulary(longest_part):
+        monkeypatch.setattr(tokenization, "LONGEST_PART", longest_part)
+        return train(texts, 400, show_progress=False).backend_tokenizer.to_str()
+
+    assert vocabulary(10**9) == vocabulary(2000) == vocabulary(50)
+
+
+def test_texts_without_spaces_are_trained_on_in_parts():
+    """Of all their characters, and none is longer than a trainer can take."""
+    genome = "".join(random.Random(0).choices("ACGT", k=10_001))
+    [parts] = tokenization._in_parts([[genome, "short"]])
+    assert "".join(parts) == genome + "short" and max(map(len, parts)) == tokenization.LONGEST_PART
+    tokenizer = train_byte_level_tokenizer([genome], 300, show_progress=False)
+    assert tokenizer.decode(tokenizer(genome, verbose=False)["input_ids"], skip_special_tokens=True) == genome

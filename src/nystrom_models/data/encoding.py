@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
     word_starts: np.ndarray  # bool (tokens,), whether a token begins a word
 
 
-def _parts(text: str, size: int) -> Iterator[tuple[int, str]]:
+def text_parts(text: str, size: int) -> Iterator[tuple[int, str]]:
     """Parts of up to `size` characters, and where they begin. Cuts are at single spaces, which begin the next part, so
     that tokens are those of the whole text; in a text without spaces, a cut is also the border of a token."""
     start = 0
@@ -81,7 +81,7 @@ def encode_texts(
 
     size = 0
     for number, text in enumerate(texts):
-        for start, part in _parts(text, num_characters):
+        for start, part in text_parts(text, num_characters):
             if portion and size + len(part) > num_characters:
                 encode()
                 size = 0

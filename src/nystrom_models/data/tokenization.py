@@ -10,12 +10,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from .encoding import NUM_CHARACTERS
+from .encoding import text_parts
 from .rows import documents_of_a_batch
 
 # In the order of the default ids of the configurations: bos 0, pad 1, eos 2.
 SPECIAL_TOKENS = ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
 CAUSAL_SPECIAL_TOKENS = ("<s>", "<pad>", "</s>")
+
+# The most characters of a text that the trainers of `tokenizers` get at once. They take time that is quadratic in the
+# length of a word: hours for a genome of a few million bases, which is a single word.
+LONGEST_PART = 2000
 
 _NO_TEXT = "texts contains no text to train a tokenizer on: check the data set and its text column."
 
@@ -34,6 +38,16 @@ class TextBatches:
     def __iter__(self) -> Iterator[list[str]]:
         for batch in self.dataset.iter(self.batch_size):
             yield list(batch[self.column])
+
+
+def _in_parts(texts: Iterable[str] | Iterable[list[str]]) -> Iterator[list[str]]:
+    """The same texts, long ones in parts that begin at a space, if there is one."""
+    for batch in texts:
+        yield [
+            part
+            for text in ([batch] if isinstance(batch, str) else batch)
+            for _, part in text_parts(text, LONGEST_PART)
+        ]
 
 
 def _check_vocab_size(vocab_size: int) -> None:
@@ -100,7 +114,7 @@ def train_tokenizer(
         special_tokens=[*SPECIAL_TOKENS, *continuations],
         show_progress=show_progress,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_in_parts(texts), trainer)
     trained = tokenizer.get_vocab()
     # The trainer keeps only the most frequent characters.
     unused = {piece for piece in continuations if piece[2:] not in trained}
@@ -153,11 +167,9 @@ def train_character_tokenizer(
     tokenizer.decoder = decoders.Fuse()
     # The trainer of `tokenizers` finds the same, but takes hundreds of bytes for each character of a text meanwhile.
     counts: Counter[str] = Counter()
-    for batch in tqdm(texts, desc="Counting characters", disable=not show_progress):
-        for text in [batch] if isinstance(batch, str) else batch:
-            for start in range(0, len(text), NUM_CHARACTERS):
-                part = text[start : start + NUM_CHARACTERS]
-                counts.update(tokenizer.normalizer.normalize_str(part) if lowercase else part)
+    for batch in tqdm(_in_parts(texts), desc="Counting characters", disable=not show_progress):
+        for part in batch:
+            counts.update(tokenizer.normalizer.normalize_str(part) if lowercase else part)
     frequent = [character for character, count in counts.items() if count >= min_frequency]
     if not frequent:
         raise ValueError(_NO_TEXT)
@@ -229,7 +241,7 @@ def train_byte_level_tokenizer(
         initial_alphabet=alphabet,
         show_progress=show_progress,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_in_parts(texts), trainer)
     bos, pad, eos = CAUSAL_SPECIAL_TOKENS
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, CAUSAL_SPECIAL_TOKENS.index(bos))]
