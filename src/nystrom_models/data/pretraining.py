@@ -233,14 +233,15 @@ def pretraining_dataset(
 
     Each document is tokenized once and cut into rows of up to `max_length` tokens, special tokens included, without
     gaps between them. A row has as many whole sentences as it can. A sentence that is longer than a row is cut between
-    words, and its rows are not split into pairs: half a sentence at a border of a segment would show the order.
+    words, and its rows are not split into pairs: half a sentence at a border of a segment would show the order. Half
+    of the documents are cut from their end, so that the lengths of the segments do not show it, either.
 
     Args:
         dataset: one document in each row.
         tokenizer: a fast tokenizer.
         max_length: the longest row, special tokens included.
         short_seq_prob: probability that a row gets a shorter length, drawn uniformly up to `max_length`.
-        seed: of these lengths.
+        seed: of these lengths, and of which parts of documents are cut from their end.
         text_column: the column that holds the documents.
         language: ISO 639-1 code of the texts, for abbreviations that do not end a sentence.
         with_word_starts: also store where words begin, for whole-word masking.

@@ -58,6 +58,7 @@ class _Reader:
             if self.number % self.lane.num_lanes == self.lane.lane:
                 numbers.append(self.number)
                 documents.append(document)
+                # In characters, of which there are at most as many as bytes.
                 size += sum(len(value) for value in document.values() if isinstance(value, str))
             self.number += 1
         self.state = self.stream.state_dict()

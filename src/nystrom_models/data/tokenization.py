@@ -160,22 +160,22 @@ def train_character_tokenizer(
         ValueError: if `vocab_size` is too small for the special tokens, or `texts` contains no text.
     """
     _check_vocab_size(vocab_size)
-    tokenizer = Tokenizer(models.WordLevel())
-    if lowercase:
-        tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    lower = normalizers.Lowercase()
     # The trainer of `tokenizers` finds the same, but takes hundreds of bytes for each character of a text meanwhile.
     counts: Counter[str] = Counter()
     for batch in tqdm(_in_parts(texts), desc="Counting characters", disable=not show_progress):
         for part in batch:
-            counts.update(tokenizer.normalizer.normalize_str(part) if lowercase else part)
+            counts.update(lower.normalize_str(part) if lowercase else part)
     frequent = [character for character, count in counts.items() if count >= min_frequency]
     if not frequent:
         raise ValueError(_NO_TEXT)
     frequent.sort(key=lambda character: (-counts[character], character))
     vocabulary = [*SPECIAL_TOKENS, *frequent][:vocab_size]
-    tokenizer.model = models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="[UNK]")
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="[UNK]"))
+    if lowercase:
+        tokenizer.normalizer = lower
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     return _for_encoders(tokenizer, model_max_length)
 
 

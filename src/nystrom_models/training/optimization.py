@@ -142,6 +142,7 @@ def create_optimizer(model: nn.Module, args: OptimizationArguments) -> torch.opt
 def _schedule(
     optimizer: torch.optim.Optimizer, args: OptimizationArguments, warmup: int, num_training_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule of `lr_scheduler_type`. Raises a ValueError if it does not take the `lr_scheduler_kwargs`."""
     options = args.schedule_options()
     if args.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in options:
         options["num_decay_steps"] = num_training_steps // 10
