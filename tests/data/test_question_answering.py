@@ -5,6 +5,8 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.question_answering import (
@@ -14,6 +16,7 @@ from nystrom_models.data.question_answering import (
     require_questions,
     token_span,
 )
+from tests.data.test_pretraining import byte_level_tokenizer
 
 WORDS = ["array", "batch", "Buffering", "naïve", "日本語", "e\u0301tude", "\U0001f600", "x-y", "a\u200bb"]
 
@@ -66,6 +69,46 @@ def test_the_tokens_of_an_answer_lead_back_to_its_text(tokenizer, words, spaces,
     assert covered == set(whole)
     if len(tokenizer.tokenize(text)) <= overlap:
         assert spans == {text}
+
+
+def sentence_piece_tokenizer(texts):
+    """A tokenizer like XLM-RoBERTa's, which marks the beginning of a word and has no token types."""
+    unigram = Tokenizer(models.Unigram())
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    specials = ["<s>", "</s>", "<unk>", "<pad>"]
+    unigram.train_from_iterator(
+        texts, trainers.UnigramTrainer(special_tokens=specials, unk_token="<unk>", show_progress=False)
+    )
+    unigram.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=unigram, cls_token="<s>", unk_token="<unk>", pad_token="<pad>", model_input_names=names
+    )
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte_level", "byte_level_with_prefix", "sentence_piece"])
+def test_rows_are_what_the_tokenizer_makes_of_the_pair(kind, tokenizer):
+    """Question and context are tokenized each for itself, and put together afterwards."""
+    if kind == "sentence_piece":
+        tokenizer = sentence_piece_tokenizer([" ".join(WORDS)] * 9)
+    elif kind != "wordpiece":
+        tokenizer = byte_level_tokenizer([" ".join(WORDS)] * 9, add_prefix_space=kind.endswith("prefix"))
+    # Truncation and padding of an earlier call are not in force.
+    tokenizer(["array", "batch array"], truncation=True, max_length=4, padding="max_length")
+    contexts = [" array  batch ", "naïve", "", " array  batch ", "naïve"]
+    questions = [" where", "where is array?", "batch", "e\u0301tude ", ""]
+    dataset = Dataset.from_dict({"question": questions, "context": contexts})
+    rows = question_answering_dataset(dataset, tokenizer, 60, False)
+    pairs = tokenizer([question.strip() for question in questions], contexts, return_offsets_mapping=True)
+    for i, row in enumerate(rows):
+        for name in tokenizer.model_input_names:
+            assert row[name] == pairs[name][i]
+        sides = pairs.sequence_ids(i)
+        assert row["context_start"] == (sides.index(1) if 1 in sides else len(sides))
+        places = [place for place, side in zip(pairs["offset_mapping"][i], sides, strict=True) if side == 1]
+        assert list(zip(row["char_starts"], row["char_ends"], strict=True)) == places
 
 
 def test_windows_share_and_the_first_answer_inside_counts(tokenizer):

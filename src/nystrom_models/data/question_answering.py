@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
+from tokenizers import Encoding
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from .classification import require_column
-from .rows import make_rows, padding_on_the_right
+from .rows import documents_of_a_batch, make_rows, padding_on_the_right
 from .unknown_text import check_known_documents
 from .windows import window_starts
 
@@ -142,15 +144,16 @@ def question_answering_dataset(
 
     def build_rows(batch, indices):
         rows: dict[str, list] = {}
-        questions = [question.strip() for question in batch["question"]]
-        encoded = tokenizer(questions, batch["context"], truncation=False, return_offsets_mapping=True, verbose=False)
-        offsets = encoded.pop("offset_mapping")
+        questions = _encode(tokenizer, [question.strip() for question in batch["question"]])
+        # Often many questions are about one context, which may be a whole contract: it is tokenized once.
+        distinct = list(dict.fromkeys(batch["context"]))
+        contexts = dict(zip(distinct, _encode(tokenizer, distinct), strict=True))
         for i, document in enumerate(indices):
             answers = answers_of(batch["answers"][i]) if with_answers else []
-            whole = {name: values[i] for name, values in encoded.items()}
-            sides = encoded.sequence_ids(i)
             try:
-                parts = _windows(whole, sides, offsets[i], answers, tokenizer, max_length, doc_stride)
+                parts = _windows(
+                    questions[i], contexts[batch["context"][i]], answers, tokenizer, max_length, doc_stride
+                )
             except _NoRoomError as error:
                 raise ValueError(f"Row {document + 1} of {where}: {error}") from None
             for row in parts:
@@ -160,7 +163,15 @@ def question_answering_dataset(
                     rows.setdefault(name, []).append(value)
         return rows
 
-    return make_rows(dataset, build_rows, 100, num_proc, load_from_cache_file, desc)
+    batch_size = documents_of_a_batch(dataset, "context")
+    return make_rows(dataset, build_rows, batch_size, num_proc, load_from_cache_file, desc)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Sequence[Encoding]:
+    """Whole texts without special tokens, which `post_process` of the tokenizer's backend adds to two of them."""
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+    assert encoded.encodings is not None  # a fast tokenizer has them
+    return encoded.encodings
 
 
 class _NoRoomError(Exception):
@@ -168,34 +179,42 @@ class _NoRoomError(Exception):
 
 
 def _windows(
-    whole: Mapping[str, Sequence[int]],
-    sides: Sequence[int | None],
-    offsets: Sequence[tuple[int, int]],
+    question: Encoding,
+    context: Encoding,
     answers: Sequence[tuple[str, int]],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     overlap: int,
 ) -> list[dict[str, Any]]:
-    """The rows of a question, from all its tokens; `sides` has a 1 for those of the context."""
-    length = len(sides)
-    context = [i for i, side in enumerate(sides) if side == 1]
-    first, last = (context[0], context[-1]) if context else (length, length - 1)
-    room = max_length - (length - len(context))
+    """The rows of a question, from all tokens of it and its context."""
+    whole = tokenizer.backend_tokenizer.post_process(question, context)
+    length, tokens = len(whole), len(context)
+    # The tokens of the context are neighbours; if there are none, a row has all the others.
+    first = whole.sequence_ids.index(1) if tokens else length
+    room = max_length - (length - tokens)
     if length > max_length and room <= overlap:
         raise _NoRoomError(
-            f"the question has {sides.count(0)} tokens, which leaves {max(room, 0)} of --max_seq_length {max_length} "
+            f"the question has {len(question)} tokens, which leaves {max(room, 0)} of --max_seq_length {max_length} "
             f"for the context, but windows share --doc_stride {overlap}: raise --max_seq_length, lower --doc_stride, "
             "or shorten the question."
         )
-    starts, ends = [offsets[i][0] for i in context], [offsets[i][1] for i in context]
+    columns: dict[str, np.ndarray] = {
+        "input_ids": np.array(whole.ids, np.int32),
+        "token_type_ids": np.array(whole.type_ids, np.int8),
+        "attention_mask": np.array(whole.attention_mask, np.int8),
+    }
+    columns = {name: values for name, values in columns.items() if name in tokenizer.model_input_names}
+    # Not those of `whole`: `post_process` has removed the space before a word from them a second time.
+    starts, ends = np.array(context.offsets, np.int32).reshape(-1, 2).T
     spans = [span for answer in answers if (span := _span_of(answer, starts, ends)) is not None]
-    cls_token = tokenizer.cls_token_id
     rows = []
-    for begin in window_starts(len(context), max(room, 1), overlap if length > max_length else 0):
-        end = min(begin + max(room, 1), len(context))
-        places = [*range(first), *context[begin:end], *range(last + 1, length)]
-        row: dict[str, Any] = {name: [values[i] for i in places] for name, values in whole.items()}
-        null = row["input_ids"].index(cls_token) if cls_token in row["input_ids"] else 0
+    for begin in window_starts(tokens, max(room, 1), overlap if length > max_length else 0):
+        end = min(begin + max(room, 1), tokens)
+        row: dict[str, Any] = {
+            name: np.concatenate([values[:first], values[first + begin : first + end], values[first + tokens :]])
+            for name, values in columns.items()
+        }
+        null = int((row["input_ids"] == tokenizer.cls_token_id).argmax())  # 0 without a [CLS]
         inside = next(((a, b) for a, b in spans if begin <= a and b < end), None)
         answer = (null, null) if inside is None else tuple(first - begin + token for token in inside)
         row |= {"start_positions": answer[0], "end_positions": answer[1], "null_position": null}
