@@ -169,8 +169,8 @@ def test_other_templates_and_padding():
     pair, single = (
         tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(unmasked(batch), batch["attention_mask"], strict=True)
     )
-    assert pair in ("<s>One sentence.</s></s> Another one.</s>", "<s> Another one.</s></s>One sentence.</s>")
-    assert single == "<s>One.</s>"
+    assert pair in ("<s> One sentence.</s></s> Another one.</s>", "<s> Another one.</s></s> One sentence.</s>")
+    assert single == "<s> One.</s>"
     assert batch["attention_mask"][1, -1] == 1 and batch["attention_mask"][1, 0] == 0
     assert not batch["token_type_ids"].any()
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nystrom_models.data import pretraining_dataset
+from nystrom_models.data import pretraining_dataset, train_character_tokenizer
 from nystrom_models.data.pretraining import ordered_share
 
 MAX_LENGTH = 48
@@ -145,6 +145,22 @@ def test_sentences_begin_with_the_space_before_them():
             "Ende!",
             "\U0001f600 Noch eins.",
         ]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_level_with_prefix", "character"])
+def test_white_space_does_not_show_the_order(kind):
+    """Whatever stands first or last in a document, or in a line."""
+    texts = ["Röhre auf. Dann zu.\nEnde!\n\nNoch  eins. ", "\tDann auf.", " \n ", "Ende! Dann auf.\r\nNoch eins."]
+    if kind == "character":
+        tokenizer = train_character_tokenizer(texts * 3, show_progress=False)
+    else:
+        tokenizer = byte_level_tokenizer(texts * 3, kind.endswith("prefix"))
+    rows = pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 30, 0.0)
+    sentences = [part for row in rows for part in np.split(row["input_ids"], row["sentence_starts"])]
+    decoded = [tokenizer.decode(part).lower() for part in sentences]
+    assert len(decoded) == 8
+    assert all(sentence[0] == " " and not sentence[1:2].isspace() for sentence in decoded)
+    assert not any(sentence[-1].isspace() for sentence in decoded)
 
 
 def test_a_character_of_many_tokens_ends():

@@ -87,6 +87,8 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
         run(tmp_path, cache, *options)
         with pytest.raises(AssertionError, match="pretrained again"):
             run(tmp_path, cache, *options, "--pretrain_mlm_probability", "0.3")
+        with pytest.raises(AssertionError, match="pretrained again"):
+            run(tmp_path, cache, *options, "--attention", "softmax")
         # As after a signal.
         patches.setattr(long_range_arena, "pretrain", lambda *_: {"train": {"steps": 1}})
         stopped = run(tmp_path / "stopped", cache, *options)

@@ -7,6 +7,7 @@ A row contains token ids and the positions where sentences begin. What changes i
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from .caching import with_code
 from .encoding import encode_texts
 from .rows import documents_of_a_batch
-from .sentences import sentence_starts
+from .sentences import split_sentences
 from .unknown_text import check_known_documents
 
 FEATURES = Features(
@@ -43,13 +44,28 @@ ROWS_OF_A_PART = 64
 MIN_ORDERED_SHARE = 0.03
 
 
-def _sentence_tokens(text: str, ends: np.ndarray, language: str) -> np.ndarray:
+def _with_equal_borders(text: str, language: str) -> tuple[str, list[int]]:
+    """A text with one space before each of its sentences and no other white space between them, and the places of
+    these spaces.
+
+    Many tokenizers keep white space. If the first sentence of a document began without a space, or all but the last
+    ended with a line break, the order of a pair could be read from that.
+    """
+    sentences = split_sentences(text, language)
+    ends = list(accumulate(len(sentence) + 1 for sentence in sentences))
+    return "".join(f" {sentence}" for sentence in sentences), [0, *ends[:-1]]
+
+
+def _sentence_tokens(starts: Sequence[int], ends: np.ndarray) -> np.ndarray:
     """The tokens that sentences begin with, ascending, int64 of shape (sentences,).
 
+    starts: the places of the spaces before the sentences.
     ends: the number of characters up to the end of each token, ascending.
     """
-    # The first token that ends after the sentence's first character: a token may begin with the space before it.
-    tokens = np.searchsorted(ends, sentence_starts(text, language), side="right")
+    # The first token that ends after the space: the space itself, or a word, which may contain it. A tokenizer may
+    # count the space before the first word as none.
+    tokens = np.searchsorted(ends, starts, side="right")
+    tokens[:1] = 0
     return np.unique(tokens[tokens < len(ends)])
 
 
@@ -177,10 +193,14 @@ def build_pretraining_rows(
     num_special = tokenizer.num_special_tokens_to_add(pair=True)
     rows: dict[str, list] = {name: [] for name in (WORD_FEATURES if with_word_starts else FEATURES)}
     texts = texts_of(documents, indices, text_column)
-    for number, text, (ids, ends, words) in zip(indices, texts, encode_texts(texts, tokenizer), strict=True):
+    starts: list[list[int] | None] = [None] * len(texts)
+    if sentence_order:
+        for i, text in enumerate(texts):
+            texts[i], starts[i] = _with_equal_borders(text, language)
+    for number, places, (ids, ends, words) in zip(indices, starts, encode_texts(texts, tokenizer), strict=True):
         if not len(ids):
             continue
-        sentences = _sentence_tokens(text, ends, language) if sentence_order else None
+        sentences = None if places is None else _sentence_tokens(places, ends)
         rng = np.random.default_rng((seed, number))
         cuts = _rows(len(ids), sentences, words, max_length - num_special, short_seq_prob, rng)
         for row, (start, end) in enumerate(cuts):

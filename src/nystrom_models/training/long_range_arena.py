@@ -281,6 +281,7 @@ def _pretrain(
     }
     identity = {
         "flags": flags(run_args, run_optimization, leave_out=HOUSEKEEPING | PLACES),
+        "model": read_json(Path(str(run_args.config_name), "config.json")),
         "data": {split: data_digest(dataset) for split, dataset in documents.items()},
     }
     marker = Path(run_args.output_dir, _FINISHED)
