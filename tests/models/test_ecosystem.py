@@ -87,6 +87,28 @@ def test_text_classification_pipelines(folder):
     assert sorted(answer["labels"]) == ["cat", "dog"] and sum(answer["scores"]) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("num_labels", "labels", "scores"),
+    [
+        (1, [[7.5]], lambda logits: logits),
+        (3, [[1.0, 0.0, 1.0]], torch.sigmoid),
+        (3, [1], lambda logits: logits.softmax(-1)),
+    ],
+    ids=["number", "several", "one"],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_saved_model_tells_pipelines_what_its_labels_were(num_labels, labels, scores, compiled, tokenizer, tmp_path):
+    model = make_model("linear-elu", "ForSequenceClassification", vocab_size=len(tokenizer), num_labels=num_labels)
+    called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    inputs = tokenizer(sentence(9), return_tensors="pt")
+    logits = [called(**inputs, labels=torch.tensor(labels)).logits[0] for _ in range(2)][-1]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    [answers] = pipeline("text-classification", model=str(tmp_path), top_k=None)(sentence(9))
+    expected = {model.config.id2label[i]: score for i, score in enumerate(scores(logits).tolist())}
+    assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(expected, rel=1e-4)
+
+
 @each_family("ForTokenClassification", num_labels=3)
 def test_token_classification_pipeline(folder):
     entities = pipeline("token-classification", model=str(folder), ignore_labels=[])(sentence(30))

@@ -64,7 +64,8 @@ def test_choices_and_losses_do_not_see_padding(option):
     wide[..., 5:25], mask[..., 5:25] = ids, 1
     assert relative_error(choice(wide, attention_mask=mask).logits, choice(ids).logits) < 1e-5
     alone = question(ids[0], start_positions=torch.tensor([3, 4]), end_positions=torch.tensor([6, 99]))
-    positions = {"start_positions": torch.tensor([8, 9]), "end_positions": torch.tensor([11, 99])}
+    # An end in the padding is ignored, as is one outside the sequence.
+    positions = {"start_positions": torch.tensor([8, 9]), "end_positions": torch.tensor([11, 27])}
     assert relative_error(question(wide[0], attention_mask=mask[0], **positions).loss, alone.loss) < 1e-5
 
 
@@ -240,8 +241,10 @@ def test_classification_losses():
     several = torch.tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 1]])
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, several)
     torch.testing.assert_close(model(ids, labels=several).loss, expected)
+    assert model.config.problem_type == "multi_label_classification"
     # The type of labels in one call does not change that of the next call.
     torch.testing.assert_close(model(ids, labels=classes).loss, torch.nn.functional.cross_entropy(logits, classes))
+    assert model.config.problem_type == "single_label_classification"
     model.config.problem_type = "regression"
     torch.testing.assert_close(model(ids, labels=several).loss, torch.nn.functional.mse_loss(logits, several))
     single = make_model("linformer-layerwise", "ForSequenceClassification", num_labels=1)

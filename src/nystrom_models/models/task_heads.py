@@ -55,6 +55,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
     def __init__(self, config: BaseConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
+        self.inferred_problem_type: str | None = None
         self.add_base_model()
         self.classifier = ClassificationHead(config)
         self.post_init()
@@ -79,7 +80,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
                 `dual_encoder`, those of both sequences, (B, 2, N) and (B, 2, N, C).
             labels: (B,) int64 classes; (B,) or (B, num_labels) floats for regression; (B, num_labels) floats of 0 and
                 1 for several labels at once. `config.problem_type` says which of these it is. If it is None, the
-                labels' dtype and `num_labels` decide, in each call.
+                labels' dtype and `num_labels` decide, and what they decide is stored there, for pipelines.
             num_items_in_batch: divisor of the sum of the loss; if None, the number of labels in this batch.
             The others: see the base model.
 
@@ -104,20 +105,27 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         )
 
     def _loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        problem_type = self.config.problem_type
-        if problem_type is None:
-            if self.num_labels == 1:
-                problem_type = "regression"
-            elif labels.is_floating_point():
-                problem_type = "multi_label_classification"
-            else:
-                problem_type = "single_label_classification"
+        problem_type = self._problem_type(labels)
         if problem_type == "regression":
             return squared_error(logits, labels, num_items_in_batch)
         if problem_type == "multi_label_classification":
             return binary_cross_entropy(logits, labels, num_items_in_batch)
         require_labels(labels, self.num_labels, "labels", "num_labels")
         return cross_entropy(logits, labels, num_items_in_batch)
+
+    def _problem_type(self, labels: Tensor) -> str:
+        """The configuration's, or else what follows from labels, which a later call with other labels may change."""
+        given = self.config.problem_type
+        if given is not None and given != self.inferred_problem_type:
+            return given
+        if self.num_labels == 1:
+            found = "regression"
+        elif labels.is_floating_point():
+            found = "multi_label_classification"
+        else:
+            found = "single_label_classification"
+        self.config.problem_type = self.inferred_problem_type = found
+        return found
 
 
 class BaseForTokenClassification(BasePreTrainedModel):
@@ -196,7 +204,7 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         """
         Args:
             start_positions, end_positions: (B,) int64, the first and the last token of the answer; a position outside
-                the sequence is ignored.
+                the sequence, or of padding, is ignored.
             num_items_in_batch: divisor of the sum of each of the two losses; if None, the number of answers in this
                 batch.
             The others: see the base model.
@@ -231,6 +239,9 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
             logits = logits.masked_fill(attention_mask.to(logits.device) == 0, torch.finfo(logits.dtype).min)
         positions = positions.flatten()
         outside = (positions < 0) | (positions >= logits.shape[1])
+        if attention_mask is not None:
+            within = positions.clamp(0, logits.shape[1] - 1)[:, None]
+            outside |= (attention_mask.to(positions.device).gather(1, within) == 0)[:, 0]
         return cross_entropy(logits, positions.masked_fill(outside, IGNORED), num_items_in_batch)
 
 
