@@ -72,9 +72,9 @@ def main(args: Sequence[str] | None = None) -> Dataset:
     text, label = arguments.text_column_name, arguments.label_column_name
     size = (arguments.num_words, arguments.skip_words, arguments.max_pieces)
     documents = load_files(arguments.input_file, "--input_file", arguments.cache_dir)
-    for column in (text, label):
-        if column is not None:
-            require_column(documents, column, "--input_file")
+    require_column(documents, text, "--input_file")
+    if label is not None:
+        require_column(documents, label, "--input_file", values=False)
     if "document" in documents.column_names:
         raise ValueError("--input_file has a column 'document', where the documents' numbers go: rename it.")
 

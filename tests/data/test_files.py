@@ -98,6 +98,9 @@ def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
             r"rows\.jsonl, given by --test_file, cannot be read: .*label",
         ),
         ("rows.csv", b"text,label\na,1\nb,2,3\n", r"rows\.csv, line 3: 3 fields, but the header has 2"),
+        # pandas fills up short lines.
+        ("rows.csv", b"text,label\na,1\nb\nc,3\n", r"rows\.csv, line 3: 1 fields, but the header has 2"),
+        ("rows.csv", b"text,label\n" + b"a" * 200_000 + b",1\nb,2,3\n", r"rows\.csv, line 3: 3 fields"),
         # pandas takes the first of three fields as an index without a warning.
         ("rows.csv", b"text,label\na,1,2\nb,2,3\n", r"rows\.csv, line 2: 3 fields, but the header has 2"),
         ("rows.csv", b'text,label\n"a,1\nb,2\n', r"rows\.csv, line 3: unexpected end of data"),

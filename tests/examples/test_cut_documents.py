@@ -39,7 +39,8 @@ def books(write_rows, filler):
         for author, label, word in (("Ann", 0, "good"), ("Ben", 1, "bad"))
         for times in (1, 5)
     ]
-    return write_rows([*rows, {"author": "unknown", "label": -1, "text": filler(500, 9)}])
+    unknown = [{"author": "unknown", "label": label, "text": filler(500, 9)} for label in (-1, None)]
+    return write_rows([*rows, *unknown])
 
 
 def test_books(books, tmp_path, capsys):
@@ -48,7 +49,7 @@ def test_books(books, tmp_path, capsys):
     flags = ["--input_file", books, "--num_words", "50", "--skip_words", "2", "--label_column_name", "label"]
     flags += ["--cache_dir", str(tmp_path / "cache")]
     cut_documents.main([*flags, "--max_pieces", "8", "--output_file", str(path)])
-    assert f"24 pieces of 4 documents in {path}; 1 documents left out." in capsys.readouterr().out
+    assert f"24 pieces of 4 documents in {path}; 2 documents left out." in capsys.readouterr().out
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["document"] for row in rows] == [0] * 4 + [1] * 8 + [2] * 4 + [3] * 8
     assert {(row["author"], row["label"], row["document"] > 1) for row in rows} == {

@@ -188,6 +188,7 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ),
         ("--task_name mrpc --do_regression", "leave out"),
         ("--task_name mrpc --train_file {train}", "--validation_file"),
+        ("--train_file {train} --validation_file {train} --validation_split test", "of --dataset_name: for files"),
         ("--task_name mrpc --validation_file {train}", "--train_file"),
         ("--task_name mrpc --train_file {train} --validation_mismatched_file {train}", "--task_name mnli"),
         ("--task_name mrpc --train_file {train} --validation_file {hidden}", r"validation set contains \[-1\]"),

@@ -100,6 +100,16 @@ def test_a_finished_model_scores_its_own_predictions_as_right(trained, tmp_path)
     assert predictions(tmp_path) == predictions(folder)
 
 
+def test_a_conll_file_of_words_alone_is_predicted(trained, tmp_path):
+    folder = f"{trained[0]}/output"
+    words = tmp_path / "words.conll"
+    words.write_text("the\nfilm\n\ngood\n")
+    results = run(folder, tmp_path, "--no_do_train", "--test_file", str(words))
+    assert results == {} and [len(row["ner_tags"]) for row in predictions(tmp_path)] == [2, 1]
+    with pytest.raises(ValueError, match="line 1: 1 columns, but a word and its label are needed"):
+        run(folder, tmp_path, "--no_do_train", "--validation_file", str(words))
+
+
 def test_conll_files_and_a_label_of_the_validation_set_alone(checkpoint, tmp_path, capsys):
     """As in WNUT 2017, where I-x of a rare type may be missing in a part."""
     train, dev = tmp_path / "eng.train", tmp_path / "emerging.dev.conll.gz"

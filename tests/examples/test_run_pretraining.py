@@ -193,6 +193,9 @@ def test_a_stream_is_trained_on_and_resumed(corpus, tmp_path):
     _, resumed = run(corpus, tmp_path, *options, "--resume_from_checkpoint", f"{tmp_path}/checkpoint-9", steps=20)
     assert losses(resumed) == losses(whole) and len(whole) == 5
     assert len(set(losses(whole))) == 4
+    for changed in (["--short_seq_prob", "0.9"], ["--max_train_samples", "39"]):
+        with pytest.raises(ValueError, match=f"the rows of the stream: {changed[0][2:]} was .* and is {changed[1]}"):
+            run(corpus, tmp_path, *options, *changed, "--resume_from_checkpoint", "latest", steps=20)
 
 
 def test_a_stream_is_read_beside_training(corpus, tmp_path):
@@ -410,6 +413,12 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
             "run_clm.py",
         ),
         ("--streaming", ValueError, "--max_eval_samples"),
+        (
+            "--streaming --max_eval_samples 9 --eval_strategy epoch --load_best_model_at_end",
+            ValueError,
+            "give --eval_strategy steps and --eval_steps N",
+        ),
+        ("--streaming --max_eval_samples 9 --shuffle_buffer_size 0", ValueError, "must be at least 1, but is 0"),
         ("--eval_strategy steps", ValueError, "--eval_steps"),
         ("--hub_model_id name", ValueError, "--push_to_hub"),
         ("--lr_scheduler_type cosinus", ValueError, "--lr_scheduler_type must be one of linear"),
@@ -423,6 +432,7 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--recipe nowhere.args", FileNotFoundError, "configs/recipes/"),
         ("--train_file nowhere.txt", FileNotFoundError, "--train_file nowhere.txt is not a file"),
         ("--report_to tensorbord --with_tracking", ValueError, "tensorbord"),
+        ("--report_to tensorboard aim --with_tracking", ImportError, "--report_to aim is not installed"),
     ],
 )
 def test_faults_are_named_before_training(options, error, message, corpus, tmp_path):

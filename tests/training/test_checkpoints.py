@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import errno
 import functools
 import json
@@ -23,7 +24,7 @@ from nystrom_models.training import (
     loop,
     train,
 )
-from nystrom_models.training.checkpoints import read_progress
+from nystrom_models.training.checkpoints import make_way, read_progress
 from tests.training import processes, stopped_run
 from tests.training.models import tiny_model
 from tests.training.stopped_run import Run
@@ -244,10 +245,52 @@ def test_an_earlier_run_in_the_same_folder_is_not_taken_for_this_one(tokenizer, 
         CheckpointArguments(str(tmp_path), resume_from_checkpoint="latest", overwrite_output_dir=True)
 
 
+@pytest.mark.parametrize("folder", ["checkpoint-2", "superseded-checkpoint-4", "best_model"])
+def test_a_model_is_not_removed_before_it_is_read(folder, tmp_path):
+    @dataclasses.dataclass
+    class Arguments(CheckpointArguments):
+        teacher_model_name_or_path: str | None = None
+
+    model = tmp_path / folder
+    model.mkdir()
+    with pytest.raises(ValueError, match=f"--teacher_model_name_or_path .*{folder} is of an earlier run"):
+        make_way(Arguments(str(tmp_path), overwrite_output_dir=True, teacher_model_name_or_path=str(model)))
+    assert model.is_dir()
+    make_way(Arguments(str(tmp_path), overwrite_output_dir=True, teacher_model_name_or_path="google-bert/bert"))
+    assert not model.exists()
+
+
 def test_oldest_checkpoints_are_removed(tokenizer, examples, tmp_path):
     short_run(tokenizer, examples, tmp_path, steps=10, checkpoints_total_limit=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-10"]
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-8", "history.jsonl"]
+
+
+def test_going_on_from_an_earlier_step_begins_a_new_branch(tokenizer, examples, tmp_path):
+    """Later checkpoints of the old one are neither the latest, nor counted as the newest."""
+    short_run(tokenizer, examples, tmp_path, steps=10)
+    earlier = str(tmp_path / "checkpoint-4")
+    with pytest.warns(UserWarning, match="learning_rate was"):
+        short_run(
+            tokenizer,
+            examples,
+            tmp_path,
+            steps=8,
+            learning_rate=1e-4,
+            resume_from_checkpoint=earlier,
+            checkpoints_total_limit=2,
+        )
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
+    latest = find_checkpoint(CheckpointArguments(str(tmp_path), resume_from_checkpoint="latest"))
+    assert latest == tmp_path / "checkpoint-8"
+    assert json.loads((latest / "progress.json").read_text())["settings"]["learning_rate"] == 1e-4
+    superseded = sorted(path.name for path in tmp_path.glob("superseded-*"))
+    assert superseded == [f"superseded-checkpoint-{step}" for step in (10, 6, 8)]
+    # Nothing is lost: the old branch can still be taken.
+    old = str(tmp_path / "superseded-checkpoint-10")
+    assert short_run(tokenizer, examples, tmp_path, steps=11, resume_from_checkpoint=old).step == 11
+    short_run(tokenizer, examples, tmp_path, steps=2, overwrite_output_dir=True)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "history.jsonl"]
 
 
 def test_full_disk_leaves_the_checkpoint_before(tokenizer, examples, tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def run(folder, monkeypatch, scores, items, **options):
     given, left = [], iter(scores)
 
     def finetune(args, optimization, task, splits, content):
-        Path(args.output_dir).mkdir(parents=True)
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         given.append(Path(args.output_dir).name)
         results = {"train": {}, "validation": next(left)}
         write_results(args.output_dir, results, identity=finetuning_identity(args, optimization, content))
@@ -118,6 +118,17 @@ def test_paths_have_a_folder_each(monkeypatch, tmp_path):
     assert given == [f"model_name_or_path={name},seed=0" for name in ("model", "a%2Fmodel", "a%252Fmodel")]
     assert found["best_run"] == given[1]
     assert [path.parent.name for path in tmp_path.rglob("*.safetensors")] == [given[1]]
+
+
+def test_a_best_run_without_weights_is_trained_again(monkeypatch, tmp_path):
+    """An earlier call removed them, for another run was the best one."""
+    items = ["learning_rate=1e-3,1e-4", "seed=0"]
+    found, _ = run(tmp_path, monkeypatch, [{"pearson": 0.5}, {"pearson": 0.4}], items, keep_best_only=True)
+    assert found["best_run"] == "learning_rate=0.001,seed=0"
+    scores = [{"pearson": value} for value in (0.1, 0.35, 0.4)]
+    found, given = run(tmp_path, monkeypatch, scores, [items[0], "seed=0,1"], keep_best_only=True)
+    assert found["best_run"] == given[-1] == "learning_rate=0.0001,seed=0" and len(given) == 3
+    assert [path.parent.name for path in tmp_path.rglob("*.safetensors")] == [given[-1]]
 
 
 def test_all_values_are_checked_before_the_first_run(monkeypatch, tmp_path):

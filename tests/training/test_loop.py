@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from transformers import AutoModelForPreTraining, AutoTokenizer, DataCollatorWit
 from nystrom_models.data import PretrainingCollator, RowLoader, classification_dataset, eval_dataloader
 from nystrom_models.training import (
     ClassificationObjective,
+    Evaluation,
     OptimizationArguments,
     PretrainingObjective,
     create_accelerator,
@@ -132,6 +134,51 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights(examples, tokenizer)
     ):
         pretrain(model, examples, tokenizer, 4, 2, steps=10, objective=Breaks())
     assert all(torch.isfinite(weight).all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_step_that_is_skipped_leaves_no_trace(precision, examples, tokenizer):
+    """Neither in the means of the log nor, in float16, in the scaler of the loss."""
+
+    class Breaks(PretrainingObjective):
+        calls = 0
+
+        def losses(self, outputs):
+            self.calls += 1
+            return {
+                name: loss * (math.nan if self.calls == 3 else 1) for name, loss in super().losses(outputs).items()
+            }
+
+    accelerator = create_accelerator()
+    if precision == "fp16":  # as Accelerate sets it up on a GPU
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=8.0), True
+        accelerator.state._mixed_precision = "fp16"
+    args = OptimizationArguments(8, max_train_steps=6, max_skipped_steps=1)
+    loader = RowLoader(examples, PretrainingCollator(tokenizer), 8)
+    try:
+        state = train(accelerator, tiny_model("linformer", tokenizer), Breaks(), loader, args, logging_steps=6)
+    finally:
+        accelerator.state._mixed_precision = "no"
+    assert state.skipped_steps == 1 and state.step == 6
+    [logged] = state.history
+    assert all(math.isfinite(value) for value in logged.values())
+
+
+@pytest.mark.parametrize("num_rows", [32, 33, 48, 100])
+def test_an_epoch_that_ends_within_a_step_is_evaluated_after_it(num_rows, examples, tokenizer):
+    rows = examples.select([i % len(examples) for i in range(num_rows)])
+    state = train(
+        create_accelerator(),
+        tiny_model("linformer", tokenizer),
+        PretrainingObjective(),
+        RowLoader(rows, PretrainingCollator(tokenizer), 32),
+        OptimizationArguments(32, num_train_epochs=12),
+        evaluation=Evaluation(lambda model: {"accuracy": 0.0}, "epoch"),
+    )
+    evaluated = [row["step"] for row in state.history if "eval_accuracy" in row]
+    # The caller evaluates after the last step.
+    ends = {math.ceil(epoch * num_rows / 32) for epoch in range(1, 13)}
+    assert evaluated == sorted(ends - {state.step}) and state.step == max(ends)
 
 
 def test_evaluation_counts_every_row_once(examples, tokenizer):

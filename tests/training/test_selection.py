@@ -109,6 +109,15 @@ def test_a_run_ends_for_want_of_better_evaluations(examples, tokenizer, tmp_path
     assert state.stopped_early and not state.interrupted and state.step == 8  # best at 4, not better at 6 and 8
 
 
+def test_a_run_that_ended_early_does_not_go_on(examples, tokenizer, tmp_path):
+    """Resumed, for example because it was killed while it was scored."""
+    run(examples, tokenizer, tmp_path, patience=2)
+    state, _ = run(examples, tokenizer, tmp_path, patience=2, resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert state.stopped_early and state.step == 8
+    state, _ = run(examples, tokenizer, tmp_path, patience=3, resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert state.stopped_early and state.step == 10
+
+
 def test_going_on_from_before_the_best_forgets_it(examples, tokenizer, tmp_path):
     """The best model must be from the resumed part of the run, not from steps that are repeated."""
     run(examples, tokenizer, tmp_path)

@@ -37,15 +37,16 @@ class TextTask:
     example: str | None = None  # a text, for model cards
 
 
-def require_column(dataset: Dataset, column: str, where: str) -> None:
-    """Raises a ValueError if a column does not exist or lacks a value; the message calls the data set `where`."""
+def require_column(dataset: Dataset, column: str, where: str, values: bool = True) -> None:
+    """Raises a ValueError if a column does not exist or, with `values`, lacks one; the message calls the data set
+    `where`."""
     if column not in dataset.column_names:
         raise ValueError(
             f"{where[0].upper()}{where[1:]} has no column {column!r}; its columns are {dataset.column_names}."
         )
-    for row, values in _batches(dataset, column):
-        if values.null_count:
-            row += values.is_null().to_pylist().index(True)
+    for row, batch in _batches(dataset, column) if values else ():
+        if batch.null_count:
+            row += batch.is_null().to_pylist().index(True)
             raise ValueError(f"The column {column!r} of {where} has no value in row {row}.")
 
 

@@ -13,22 +13,36 @@ from .files import check_files, decoded_lines, load_files, rows_of_files
 _WITH_LISTS = (".json", ".jsonl", ".parquet")
 
 
-def _sentences(files: Sequence[tuple[str, int, int]], text_column: str, label_column: str) -> Iterator[dict[str, Any]]:
-    """The sentences of files, given by path, time of the last change and size (for the cache)."""
+def _fields(line: str) -> list[str]:
+    return line.strip("\r\n").split("\t") if "\t" in line else line.split()
+
+
+def _has_labels(path: str) -> bool:
+    """Whether a line has another column than that of the word."""
+    return any(len(fields) > 1 for fields in map(_fields, decoded_lines(path)) if fields[:1] != ["-DOCSTART-"])
+
+
+def _sentences(
+    files: Sequence[tuple[str, int, int]], text_column: str, label_column: str, least: int
+) -> Iterator[dict[str, Any]]:
+    """The sentences of files, given by path, time of the last change and size (for the cache).
+
+    least: the smallest number of columns; if there is only one, the labels are the words.
+    """
     for path, _, _ in files:
         words: list[str] = []
         labels: list[str] = []
         width = 0
         for number, line in enumerate(decoded_lines(path), start=1):
-            fields = line.strip("\r\n").split("\t") if "\t" in line else line.split()
+            fields = _fields(line)
             if not "".join(fields).strip() or fields[0] == "-DOCSTART-":
                 if words:
                     yield {text_column: words, label_column: labels}
                 words, labels = [], []
                 continue
             width = width or len(fields)
-            if len(fields) != width or width < 2:
-                wanted = "a word and its label are needed" if width < 2 else f"the first line has {width}"
+            if len(fields) != width or width < least:
+                wanted = "a word and its label are needed" if width < least else f"the first line has {width}"
                 raise ValueError(
                     f"{path}, line {number}: {len(fields)} columns, but {wanted}; an empty line ends a sentence."
                 )
@@ -51,7 +65,8 @@ def load_conll_files(
         text_column, label_column: the names that the columns get.
         paths: `.json`, `.jsonl` or `.parquet` files that have these columns, for [`load_files`]; any other file, such
             as `.conll`, `.txt` or `.tsv`, also as `.gz`, has one word per line, as the first of columns separated by
-            tabs or else by spaces. The last column is the label. An empty line or `-DOCSTART-` ends a sentence.
+            tabs or else by spaces. The last column is the label; files of `--test_file` may have none. An empty line
+            or `-DOCSTART-` ends a sentence.
         flag, cache_dir: of [`load_files`].
 
     Raises:
@@ -62,5 +77,15 @@ def load_conll_files(
         return load_files(names, flag, cache_dir)
     check_files(names, flag)
     features = Features({text_column: List(Value("string")), label_column: List(Value("string"))})
-    columns = {"text_column": text_column, "label_column": label_column}
-    return rows_of_files(_sentences, features, names, flag, cache_dir, **columns)
+    unlabelled = flag == "--test_file" and not any(map(_has_labels, names))
+    rows = rows_of_files(
+        _sentences,
+        features,
+        names,
+        flag,
+        cache_dir,
+        text_column=text_column,
+        label_column=label_column,
+        least=1 if unlabelled else 2,
+    )
+    return rows.remove_columns(label_column) if unlabelled else rows

@@ -22,6 +22,9 @@ from .caching import with_code
 _CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 _TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
+# The most characters of a field of a table: the largest C long of all platforms.
+LARGEST_FIELD = 2**31 - 1
+
 # Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
 _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
 
@@ -101,6 +104,7 @@ def _check_json_lines(path: str) -> None:
 
 
 def _check_table(path: str, options: dict[str, Any]) -> None:
+    csv.field_size_limit(LARGEST_FIELD)
     reader = csv.reader(decoded_lines(path), strict=True, **options)
     header: list[str] = []
     try:
@@ -157,6 +161,7 @@ def rows_of_files(
     names: Sequence[str],
     flag: str,
     cache_dir: str | os.PathLike | None = None,
+    split: str = "train",
     **options: Any,
 ) -> Dataset:
     """Rows that a function reads from files, kept in the cache until a file changes.
@@ -165,6 +170,7 @@ def rows_of_files(
         read: gives rows; its argument `files` has path, time of the last change and size of each.
         features: the columns.
         names, flag, cache_dir: of [`load_files`].
+        split: name of the split, as of `datasets`.
         options: further arguments of `read`.
 
     Raises:
@@ -177,6 +183,7 @@ def rows_of_files(
             features=features,
             cache_dir=None if cache_dir is None else os.fspath(cache_dir),
             gen_kwargs={"files": files, **options},
+            split=split,
         )
     except DatasetGenerationError as error:
         raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None
@@ -237,8 +244,9 @@ def load_files(
         if "corresponds to no data" in str(error):
             raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.") from error
         raise ValueError(f"{', '.join(names)}, given by {flag}, cannot be read: {error.__cause__ or error}") from error
-    # pandas returns such columns if all lines are longer than the header.
-    if any(column.startswith("__index_level_") for column in dataset.column_names):
+    # pandas returns such columns if all lines are longer than the header, and fills up lines that are shorter.
+    longer = any(column.startswith("__index_level_") for column in dataset.column_names)
+    if longer or (ending in (".csv", ".tsv") and dataset.data.column(dataset.column_names[-1]).null_count):
         for name in names:
             _check_lines(name)
     if len(dataset) == 0:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from .loading import Collator, Step, deal, unchanged, without_signals
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, build_pretraining_rows, check_options
 from .rows import MOST_BYTES
+from .unknown_text import check_known_documents
 
 # Number of documents of a lane that are tokenized together.
 DOCUMENTS_OF_A_BATCH = 64
@@ -246,7 +247,7 @@ class StreamLoader:
         states = {
             lane.lane: position["lanes"][str(lane.lane)] for lane in lanes if str(lane.lane) in position["lanes"]
         }
-        fresh = not states
+        fresh = not position["lanes"]
         while True:
             steps, number = self._epoch(lanes, rows, epoch, states), 0
             while any_process((step := next(steps, None)) is not None):
@@ -310,6 +311,7 @@ def pretraining_stream(
         ValueError: as [`pretraining_dataset`], and if the stream contains no document.
     """
     check_options(tokenizer, max_length, short_seq_prob, text_column, stream_columns(documents))
+    check_known_documents(documents, [text_column], tokenizer, f"the column {text_column!r}")
     build_rows = partial(
         build_pretraining_rows,
         tokenizer=tokenizer,

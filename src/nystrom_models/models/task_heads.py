@@ -4,7 +4,7 @@
 Legend: B batch, N tokens, C hidden size.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from .layers import activation
 from .losses import IGNORED, binary_cross_entropy, cross_entropy, squared_error, without_padding
 from .modeling_base import BasePreTrainedModel
 from .pooling import pool
+
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
 class ClassificationHead(nn.Module):
@@ -55,7 +57,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
     def __init__(self, config: BaseConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.inferred_problem_type: str | None = None
+        self.inferred_problem_type: ProblemType | None = None
         self.add_base_model()
         self.classifier = ClassificationHead(config)
         self.post_init()
@@ -113,11 +115,12 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         require_labels(labels, self.num_labels, "labels", "num_labels")
         return cross_entropy(logits, labels, num_items_in_batch)
 
-    def _problem_type(self, labels: Tensor) -> str:
+    def _problem_type(self, labels: Tensor) -> ProblemType:
         """The configuration's, or else what follows from labels, which a later call with other labels may change."""
         given = self.config.problem_type
         if given is not None and given != self.inferred_problem_type:
             return given
+        found: ProblemType
         if self.num_labels == 1:
             found = "regression"
         elif labels.is_floating_point():

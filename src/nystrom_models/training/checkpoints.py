@@ -23,6 +23,10 @@ PROGRESS = "progress.json"
 HISTORY = "history.jsonl"
 BEST = "best_model"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_SUPERSEDED = "superseded-"
+
+# Flags that may name a folder of an earlier run.
+_SOURCES = ("model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name")
 
 
 @dataclass
@@ -60,7 +64,9 @@ class CheckpointArguments:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file or folder has been written to the disk."""
+    """Waits until a file or folder has been written to the disk. Windows cannot wait for what is open for reading."""
+    if os.name == "nt":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,6 +115,14 @@ def make_way(args: CheckpointArguments, remove: bool = True) -> None:
             "Resume it (--resume_from_checkpoint latest), remove them (--overwrite_output_dir), or give another "
             "--output_dir."
         )
+    for name in _SOURCES:
+        source = getattr(args, name, None)
+        for folder in _of_a_run(args.output_dir):
+            if source is not None and Path(source).resolve().is_relative_to(folder.resolve()):
+                raise ValueError(
+                    f"--{name} {source} is of an earlier run in --output_dir {args.output_dir}, whose checkpoints and "
+                    "best model are removed: give another --output_dir."
+                )
     if remove:
         remove_checkpoints(args.output_dir)
         _remove(Path(args.output_dir, HISTORY))
@@ -116,8 +130,25 @@ def make_way(args: CheckpointArguments, remove: bool = True) -> None:
 
 def remove_checkpoints(output_dir: str | os.PathLike) -> None:
     """Removes the checkpoints of a run and its best model."""
-    for path in (*list_checkpoints(output_dir), Path(output_dir, BEST)):
+    for path in _of_a_run(output_dir):
         _remove(path)
+
+
+def _of_a_run(output_dir: str | os.PathLike) -> list[Path]:
+    superseded = Path(output_dir).glob(f"{_SUPERSEDED}checkpoint-*")
+    return [*list_checkpoints(output_dir), *superseded, Path(output_dir, BEST)]
+
+
+def supersede_checkpoints(output_dir: str | os.PathLike, step: int) -> list[Path]:
+    """Renames the checkpoints after a step, from which a run resumes, to `superseded-checkpoint-{step}`, and returns
+    them: otherwise "latest" would name them later, and `checkpoints_total_limit` would count them as the newest."""
+    renamed = []
+    for path in list_checkpoints(output_dir):
+        if int(path.name.rsplit("-", 1)[1]) > step:
+            new = path.with_name(_SUPERSEDED + path.name)
+            _remove(new)
+            renamed.append(path.rename(new))
+    return renamed
 
 
 def find_checkpoint(args: CheckpointArguments) -> Path | None:
@@ -203,7 +234,7 @@ def save_checkpoint(
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
             _sync(partial / MANIFEST)
             _sync(partial)
-            _remove(final)  # left by a run that was resumed from an earlier step
+            _remove(final)
             partial.rename(final)
             _sync(output_dir)
     except FloatingPointError:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .identity import HOUSEKEEPING, NOT_OF_THE_MODEL
-from .results import markdown_cell, read_json, read_results
+from .results import markdown_cell, read_json, read_results, validation_metrics
 
 # The configuration itself is compared; when a run is evaluated, and what else it predicts, does not change it.
 NOT_COMPARED = HOUSEKEEPING | frozenset(
@@ -61,8 +61,8 @@ def differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def scores(run: Mapping[str, Any]) -> dict[str, float]:
-    """The scores of `validation` that are numbers."""
-    return {name: value for name, value in run["results"].get("validation", {}).items() if _is_number(value)}
+    """The scores of the validation sets that are numbers, by name, or by `{split}/{name}` if there are several."""
+    return {name: value for name, value in validation_metrics(run["results"]).items() if _is_number(value)}
 
 
 def score_names(runs: Sequence[Mapping[str, Any]], metrics: Sequence[str] | None = None) -> list[str]:
@@ -104,7 +104,7 @@ def comparison_table(runs: Mapping[str, Mapping[str, Any]], metrics: Sequence[st
 
     Args:
         runs: results of [`read_run`] by label.
-        metrics: names of `validation`'s scores; by default, all that are numbers.
+        metrics: names of scores, as of [`scores`]; by default, all that are numbers.
 
     Raises:
         ValueError: if no run has a score of this name.

@@ -20,6 +20,7 @@ from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, 
 from .language_modeling import override, read_config, row_length, row_loader, shapes_of_overrides
 from .objectives import Objective
 from .optimization import OptimizationArguments
+from .results import validation_metrics
 from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
 from .saving import save_pretrained
 from .scores import Outputs, predict_rows
@@ -139,16 +140,6 @@ def _longest(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tu
     if not isinstance(config, BaseConfig):
         longest = min((limit for limit in (longest, known) if limit is not None), default=None)
     return longest, known
-
-
-def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Loss and metrics of the validation sets in `results`, by name, or by `{split}/{name}` if there are several."""
-    splits = [split for split in results if split.startswith("validation")]
-    return {
-        name if len(splits) == 1 else f"{split}/{name}": value
-        for split in splits
-        for name, value in results[split].items()
-    }
 
 
 class FinetuningRun(ABC):

@@ -12,10 +12,9 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from ..data.glue import GLUE_TASKS
-from .finetuning import validation_metrics
 from .grid import finetune_grid, finetune_once
 from .optimization import OptimizationArguments
-from .results import read_results, write_results
+from .results import read_results, validation_metrics, write_results
 from .selection import Goal
 from .text_classification import TextClassificationArguments
 

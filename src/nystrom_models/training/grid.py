@@ -16,9 +16,9 @@ from datasets import Dataset
 from transformers import HfArgumentParser
 
 from .checkpoints import remove_checkpoints
-from .finetuning import FinetuningArguments, Task, content_digests, finetune, finetuning_identity, validation_metrics
+from .finetuning import FinetuningArguments, Task, content_digests, finetune, finetuning_identity
 from .optimization import OptimizationArguments
-from .results import read_results, results_content, write_results
+from .results import read_results, results_content, validation_metrics, write_results
 
 _Arguments = TypeVar("_Arguments")
 
@@ -134,12 +134,12 @@ def finetune_grid(
     for combination in itertools.product(*values.values()):
         point = dict(zip(values, combination, strict=True))
         runs.append((point, [_run_arguments(args, optimization, point | {"seed": seed}) for seed in seeds]))
+    # The grid may vary the model itself.
+    known = content if values.keys().isdisjoint(_CONTENT) else None
     points: list[dict[str, Any]] = []
     for point, arguments in runs:
         metrics, folders = [], []
         for run_args, run_optimization in arguments:
-            # The grid may vary the model itself.
-            known = content if values.keys().isdisjoint(_CONTENT) else None
             results = finetune_once(run_args, run_optimization, task, splits, known)
             if not any(split.startswith("validation") for split in results):
                 return results  # stopped by a signal
@@ -150,6 +150,12 @@ def finetune_grid(
         points.append({"outcome": outcome, "values": [goal.value(run) for run in metrics]})
     best = points[goal.best(statistics.fmean(point["values"]) for point in points)]
     best_run = best["outcome"]["runs"][goal.best(best["values"])]
+    if not any(Path(args.output_dir, best_run).glob("*.safetensors")):
+        # An earlier call with --keep_best_only kept another run's weights. The same flags give the same ones again.
+        all_runs = {Path(each[0].output_dir).name: each for _, seeds_of_point in runs for each in seeds_of_point}
+        results = finetune(*all_runs[best_run], task, splits, known)
+        if not any(split.startswith("validation") for split in results):
+            return results  # stopped by a signal
     found = {
         "grid": [point["outcome"] for point in points],
         "best": best["outcome"],

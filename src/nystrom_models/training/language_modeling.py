@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from ..conversion.sources import SOURCE_TYPES
 from ..data.loading import Collator, RowLoader, TrainingLoader
+from ..data.streams import StreamLoader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
 from .objectives import Objective
@@ -60,6 +61,13 @@ class LanguageModelingArguments(RunArguments, DataArguments):
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
 
     def __post_init__(self):
+        if self.streaming and self.eval_strategy == "epoch":
+            if self.load_best_model_at_end or self.early_stopping_patience is not None:
+                raise ValueError(
+                    "--load_best_model_at_end and --early_stopping_patience need evaluations, and the end of an epoch "
+                    "of a stream is unknown: give --eval_strategy steps and --eval_steps N."
+                )
+            self.eval_strategy = "no"
         RunArguments.__post_init__(self)
         DataArguments.__post_init__(self)
         if self.model_name_or_path is None and self.config_name is None:
@@ -71,8 +79,8 @@ class LanguageModelingArguments(RunArguments, DataArguments):
                 "--validation_split_percentage must lie between 0 and 100, but is "
                 f"{self.validation_split_percentage:g}."
             )
-        if self.streaming and self.eval_strategy == "epoch":
-            self.eval_strategy = "no"  # the end of an epoch of a stream is unknown
+        if self.shuffle_buffer_size < 1:
+            raise ValueError(f"--shuffle_buffer_size must be at least 1, but is {self.shuffle_buffer_size}.")
         if not self.do_train and self.model_name_or_path is None:
             raise ValueError("--no_do_train evaluates a finished model: give --model_name_or_path.")
 
@@ -302,6 +310,10 @@ def train_and_score(
     """
     goal = args.goal(metric)
     settings = {**settings, "the training data": identity["train"], "the validation data": identity["validation"]}
+    if isinstance(loader, StreamLoader):
+        # Of a stream, only the first documents are in the digest.
+        names = ("text_column_name", "language", "short_seq_prob", "max_train_samples")
+        settings["the rows of the stream"] = {name: getattr(args, name) for name in names if hasattr(args, name)}
     start_trackers(accelerator, args, optimization)
     state = train_model(
         accelerator, model, objective, loader, args, optimization, scores, goal, desc, save_model, settings

@@ -26,6 +26,7 @@ from .checkpoints import (
     make_way,
     read_progress,
     save_checkpoint,
+    supersede_checkpoints,
 )
 from .identity import EVALUATED_BY, compare, run_settings
 from .memory import return_free_memory
@@ -80,15 +81,6 @@ class TrainingState:
         if self.best.step is not None:
             figures["best_step"] = self.best.step
         return figures
-
-
-def steps_per_epoch(loader: TrainingLoader, num_processes: int = 1) -> int:
-    """Optimizer steps, rounded up, of one pass over the data.
-
-    Raises:
-        ValueError: for a stream, whose length is unknown.
-    """
-    return max(1, math.ceil(loader.steps_per_epoch(num_processes)))
 
 
 def num_training_steps(loader: TrainingLoader, args: OptimizationArguments, num_processes: int = 1) -> int:
@@ -153,7 +145,7 @@ class TrainingLoop:
         processes = accelerator.num_processes
         self.total_steps = num_training_steps(loader, args, processes)
         every = None if evaluation is None else evaluation.every
-        self.eval_every = steps_per_epoch(loader, processes) if every == "epoch" else every
+        self.eval_every = loader.steps_per_epoch(processes) if every == "epoch" else every
         self.settings = settings if settings is not None else run_settings(args)
         self.settings = {"an optimizer step": loader.step_size(processes), **self.settings}
         if evaluation is not None and evaluation.goal is not None:
@@ -177,6 +169,7 @@ class TrainingLoop:
         self.scheduler = create_scheduler(self.optimizer, args, self.total_steps, objective.preparation)
         self.state = TrainingState(self.model)
         self.window = Sums(accelerator)  # since the last log
+        self.scores = Sums(accelerator)  # of the current step
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         self.position: Mapping[str, Any] | None = None  # of the next step in the data
         self.signals = Signals(enabled=checkpoints is not None)  # without checkpoints, there is nothing to save
@@ -191,7 +184,7 @@ class TrainingLoop:
         self.started = time.perf_counter() - self.state.seconds
         self.logged = self.state.seconds, self.state.num_tokens  # at the last log
         with self.signals, self.bar:
-            if self.state.step < self.total_steps:
+            if self.state.step < self.total_steps and not self.state.stopped_early:
                 for step in self.steps():
                     self.take_step(step)
                     self.log()
@@ -243,11 +236,18 @@ class TrainingLoop:
         kept = None if self.evaluation is None else self.evaluation.best_model
         if kept is not None and kept.step() != self.state.best.step:
             self.state.best = Best()  # the saved model is from a later step, which will be repeated
+        # It may have been stopped while the final model was scored.
+        patience = None if self.evaluation is None else self.evaluation.patience
+        self.state.stopped_early = patience is not None and self.state.best.evaluations_since >= patience
         self.position = progress["position"]
         self.num_tokens += progress["num_tokens"] * self.accelerator.is_main_process  # a sum over all processes
         self.window.load(progress["window"])
         self.bar.initial = self.bar.n = self.state.step
         self.accelerator.print(f"Resuming from {checkpoint}")
+        if self.accelerator.is_main_process:
+            for path in supersede_checkpoints(self.checkpoints.output_dir, self.state.step):
+                self.accelerator.print(f"A later checkpoint is now {path}")
+        self.accelerator.wait_for_everyone()
         if not math.isclose(rate, self.scheduler.get_last_lr()[0]):
             self.accelerator.print(f"The learning rate was {rate:g} and is now {self.scheduler.get_last_lr()[0]:g}")
         self.state.history = read_json_lines(checkpoint / HISTORY)
@@ -311,7 +311,7 @@ class TrainingLoop:
         with torch.no_grad():
             scores = objective.scores(outputs, batch, with_loss=False)
             scores |= {name: (losses[name] * count, count) for name, (count, _) in shares.items()}
-            self.window.add({name: (total * counted, count * counted) for name, (total, count) in scores.items()})
+            self.scores.add({name: (total * counted, count * counted) for name, (total, count) in scores.items()})
             self.num_tokens += batch["attention_mask"].sum() * counted
         return loss.detach()
 
@@ -325,13 +325,17 @@ class TrainingLoop:
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(total_loss):
             self._skip_step("loss", where)
+            if accelerator.scaler is not None:
+                accelerator.scaler.update()  # otherwise it would refuse to unscale the next gradient
         elif not math.isfinite(norm) and accelerator.scaler is None:
             self._skip_step(f"gradient (though not the loss, {total_loss:.4g})", where)
         else:
             self.optimizer.step()  # in float16 the scaler skips steps that overflow
+            self.window.merge(self.scores)
             if math.isfinite(norm):
                 one = torch.ones((), device=accelerator.device) * accelerator.is_main_process
                 self.window.add({"grad_norm": (one * norm, one)})
+        self.scores = Sums(accelerator)
         self.optimizer.zero_grad()
         self.scheduler.step()
 
@@ -376,7 +380,11 @@ class TrainingLoop:
     def evaluate(self) -> None:
         """Evaluates if it is time, except after the last step, when the caller evaluates after saving the model."""
         state, evaluation = self.state, self.evaluation
-        if evaluation is None or not self.eval_every or state.step % self.eval_every or state.step == self.total_steps:
+        if evaluation is None or not self.eval_every or state.step == self.total_steps:
+            return
+        # An epoch may end within a step. The tolerance is for rounding of the quotients.
+        done, before = (math.floor(step / self.eval_every + 1e-9) for step in (state.step, state.step - 1))
+        if done == before:
             return
         self._measure()
         paused = time.perf_counter()

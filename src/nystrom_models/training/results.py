@@ -125,3 +125,13 @@ def write_results(
     path = Path(output_dir, "all_results.json")
     write_json(path, results_content(results, *arguments, identity=identity))
     return path
+
+
+def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Loss and metrics of the validation sets in `results`, by name, or by `{split}/{name}` if there are several."""
+    splits = [split for split in results if split.startswith("validation")]
+    return {
+        name if len(splits) == 1 else f"{split}/{name}": value
+        for split in splits
+        for name, value in results[split].items()
+    }

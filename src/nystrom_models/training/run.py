@@ -12,7 +12,8 @@ from typing import Any
 import datasets
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType, ProjectConfiguration, TorchDynamoPlugin
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, set_seed
 
@@ -57,6 +58,9 @@ def start_run(args: RunArguments) -> Accelerator:
         # Batches differ in length: one graph for all lengths.
         options["dynamo_plugin"] = TorchDynamoPlugin(backend=args.torch_compile_backend.upper(), dynamic=True)
     if args.with_tracking:
+        known = {str(LoggerType(tracker)) for tracker in get_available_trackers()} | {"all"}
+        if missing := [name for name in args.report_to if name in LoggerType and name not in known]:
+            raise ImportError(f"--report_to {' '.join(missing)} is not installed: pip install {' '.join(missing)}.")
         logs = ProjectConfiguration(args.output_dir, logging_dir=os.path.join(args.output_dir, "logs"))
         options |= {"log_with": args.report_to, "project_config": logs}
     accelerator = create_accelerator(args.mixed_precision, **options)
@@ -248,6 +252,9 @@ def finish_run(
     """
     args: RunArguments = arguments[0]
     if accelerator.is_main_process:
+        for split, scores in results.items():
+            if split != "train":
+                accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
         write_results(args.output_dir, results, *arguments, identity=identity)
         if state is not None:
             _describe(accelerator, state, arguments, metrics, **card)
@@ -272,7 +279,7 @@ def _describe(
     name = Path(args.output_dir).resolve().name
     try:
         plot_history({name: state.history}, Path(args.output_dir, "training_curve.png"))
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         accelerator.print(f"No training curve was drawn: {error}")
     config = AutoConfig.from_pretrained(args.output_dir, trust_remote_code=args.trust_remote_code)
     if not isinstance(config, BaseConfig):

@@ -25,8 +25,15 @@ class Sums:
     def add(self, scores: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds (sums, numbers) of any shape."""
         for name, (total, count) in scores.items():
-            pair = torch.stack([value.detach().to(self.dtype).sum() for value in (total, count)])
-            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+            self._add(name, torch.stack([value.detach().to(self.dtype).sum() for value in (total, count)]))
+
+    def merge(self, other: "Sums") -> None:
+        """Adds the sums and numbers of another."""
+        for name, pair in other.sums.items():
+            self._add(name, pair)
+
+    def _add(self, name: str, pair: Tensor) -> None:
+        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
     def reduced(self) -> dict[str, list[float]]:
         """The sums and numbers over all processes, for [`load`]."""

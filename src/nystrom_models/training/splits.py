@@ -46,6 +46,7 @@ def load_data(
     """
     files = {"train": args.train_file, "validation": args.validation_file, "test": test_file}
     if args.dataset_name is None:
+        _refuse_split(args)
         splits = load_splits(files, args.cache_dir, load)
         if load is load_files:
             _warn_of_lines(test_file or ())
@@ -61,6 +62,12 @@ def load_data(
             )
     splits = {split: found[name] for split, name in wanted.items() if name in found}
     return splits | ({"test": found["test"]} if "test" in found and wanted["validation"] != "test" else {})
+
+
+def _refuse_split(args: DataArguments) -> None:
+    """Raises a ValueError if files are given with a flag that is for data sets of the Hub."""
+    if args.validation_split is not None:
+        raise ValueError("--validation_split names a split of --dataset_name: for files, give --validation_file.")
 
 
 def _warn_of_lines(test_file: Sequence[str]) -> None:
@@ -123,8 +130,7 @@ def load_documents(args: LanguageModelingArguments) -> dict[str, Dataset | Itera
 def _load_documents(args: LanguageModelingArguments) -> tuple[Any, Any]:
     """Documents for training and for validation; one of them can be None, training only with `--no_do_train`."""
     if args.dataset_name is None:
-        if args.validation_split is not None:
-            raise ValueError("--validation_split names a split of --dataset_name: for files, give --validation_file.")
+        _refuse_split(args)
         train = validation = None
         if args.do_train or args.validation_file is None:
             if args.train_file is None:

@@ -3,14 +3,13 @@
 
 import csv
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from datasets import ClassLabel, Dataset, Features, Value
 
+from ..files import LARGEST_FIELD, rows_of_files
 from .counts import require_counts
-from .generation import read_files
 
 FILES = {
     split: f"new_aan_pairs.{name}.tsv"
@@ -27,9 +26,9 @@ _FEATURES = Features(
 )
 
 
-def _rows(paths: list[str], max_bytes: int) -> Iterator[dict[str, str | int]]:
-    csv.field_size_limit(sys.maxsize)
-    for path in paths:
+def _rows(files: Sequence[tuple[str, int, int]], max_bytes: int) -> Iterator[dict[str, str | int]]:
+    csv.field_size_limit(LARGEST_FIELD)
+    for path, _, _ in files:
         with open(path, encoding="utf-8", newline="") as file:
             for number, row in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
                 if len(row) != len(_COLUMNS) or row[0] not in ("0", "1", "0.0", "1.0"):
@@ -57,7 +56,9 @@ def load_aan(data_dir: str | os.PathLike | None, max_bytes: int, cache_dir: str 
     if missing:
         raise FileNotFoundError(f"--data_dir {data_dir or 'FOLDER'} must hold {', '.join(missing)}: {WHERE}.")
     found = {
-        split: read_files(_rows, [Path(str(data_dir), name)], _FEATURES, split, cache_dir, max_bytes=max_bytes)
+        split: rows_of_files(
+            _rows, _FEATURES, [str(Path(str(data_dir), name))], "--data_dir", cache_dir, split, max_bytes=max_bytes
+        )
         for split, name in FILES.items()
     }
     for split, rows in found.items():

@@ -2,15 +2,15 @@
 """CIFAR-10 (Krizhevsky 2009) in grey, from its binary files or the Hub."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
 from ..caching import with_code
+from ..files import rows_of_files
 from .counts import require_counts
-from .generation import read_files
 from .pictures import to_text
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -31,8 +31,8 @@ def to_grey(colours: np.ndarray) -> np.ndarray:
     return np.rint(np.array([0.299, 0.587, 0.114]) @ colours.astype(np.float64)).astype(np.uint8)
 
 
-def _binary_rows(paths: list[str]) -> Iterator[dict[str, str | int]]:
-    for path in paths:
+def _binary_rows(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str | int]]:
+    for path, _, _ in files:
         content = np.fromfile(path, dtype=np.uint8)
         if len(content) % _ROW:
             raise ValueError(f"{path} is damaged: its {len(content):,} bytes are not a multiple of {_ROW}. {WHERE}.")
@@ -81,7 +81,9 @@ def load_cifar(
         if missing:
             raise FileNotFoundError(f"--data_dir {data_dir} lacks {', '.join(missing)}. {WHERE}.")
         found = {
-            split: read_files(_binary_rows, [folder / name for name in names], _FEATURES, split, cache_dir)
+            split: rows_of_files(
+                _binary_rows, _FEATURES, [str(folder / name) for name in names], "--data_dir", cache_dir, split
+            )
             for split, names in FILES.items()
         }
     for split, rows in found.items():

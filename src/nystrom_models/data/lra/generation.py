@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets of generated rows, the same for any number of processes, and of rows read from files."""
+"""Data sets of generated rows, the same for any number of processes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, Value
@@ -20,11 +19,6 @@ def _drawn(
         for number in part:
             text, label = draw(f"{name}-{number}", **options)
             yield {"text": text, "label": label}
-
-
-def _read(rows: Callable[..., Iterator[Any]], stamps: str, **options: Any) -> Iterator[Any]:
-    """The same for rows of files."""
-    return rows(**options)
 
 
 def generate(
@@ -66,34 +60,3 @@ def generate(
             split=split,
         )
     return found
-
-
-def read_files(
-    rows: Callable[..., Any],
-    paths: Sequence[Path],
-    features: Features,
-    split: str,
-    cache_dir: str | None = None,
-    **options: Any,
-) -> Dataset:
-    """A data set of the rows that a generator function reads from files, cached until one of these changes.
-
-    Args:
-        rows: takes `paths`, a list of names, and `options`.
-        paths: existing files.
-        features, split, cache_dir: as of `datasets`.
-        options: further arguments of `rows`.
-    """
-    stamps = " ".join(f"{path.stat().st_size}-{path.stat().st_mtime_ns}" for path in paths)
-    return Dataset.from_generator(
-        with_code(_read),
-        features=features,
-        cache_dir=cache_dir,
-        gen_kwargs={
-            "rows": rows,
-            "stamps": stamps,
-            "paths": [str(path.resolve()) for path in paths],
-            **options,
-        },
-        split=split,
-    )
