@@ -56,6 +56,15 @@ def test_an_earlier_quantized_file_does_not_stay(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "model_quantized.onnx").exists()
 
 
+@torch.no_grad()
+def test_states_are_exported_without_a_pooler_that_was_not_saved(folder):
+    """Its weights would be random."""
+    outputs = load_for_export(folder / "model", "feature-extraction")(torch.tensor([[5, 6, 7]]))
+    assert outputs.pooler_output is None
+    expected = AutoModelForMaskedLM.from_pretrained(folder / "model").base_model(torch.tensor([[5, 6, 7]]))
+    assert torch.equal(outputs.last_hidden_state, expected.last_hidden_state)
+
+
 def test_damaged_weights_are_named(folder, tmp_path, capsys):
     checkpoint = shutil.copytree(folder / "model", tmp_path / "model")
     config = json.loads((checkpoint / "config.json").read_text())

@@ -133,6 +133,30 @@ def test_the_encoder_of_an_encoder_decoder(tmp_path):
     assert torch.equal(loaded.generate(ids, max_new_tokens=5, do_sample=False), generated)
 
 
+@torch.no_grad()
+def test_the_encoder_of_a_model_that_is_composed(tmp_path):
+    """Transformers copies the configurations of the parts, and leaves their layers with those from before."""
+    decoder = transformers.BertLMHeadModel(
+        BertConfig(**make("BERT").config.to_dict() | {"is_decoder": True, "add_cross_attention": True})
+    )
+    make("BERT").save_pretrained(tmp_path / "encoder")
+    decoder.save_pretrained(tmp_path / "decoder")
+    parts = str(tmp_path / "encoder"), str(tmp_path / "decoder")
+    model = transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(*parts).eval()
+    ids = tokens()
+    exact = model.encoder(ids).last_hidden_state
+    use_nystrom(model.encoder, 8)
+    assert set(landmarks(model.encoder).values()) == {8}
+    states = model.encoder(ids).last_hidden_state
+    assert relative_error(states, exact) > 1e-3
+    assert {module.config._attn_implementation for module in model.decoder.modules() if hasattr(module, "config")} == {
+        "sdpa"
+    }
+    model.save_pretrained(tmp_path / "saved")
+    loaded = transformers.EncoderDecoderModel.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(use_nystrom(loaded.encoder)(ids).last_hidden_state, states)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [

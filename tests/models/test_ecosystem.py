@@ -206,6 +206,25 @@ def test_lora(folder, tmp_path):
     assert relative_error(again(input_ids=ids).logits, tuned) < 1e-6
 
 
+@pytest.mark.parametrize("option", FAMILIES)
+@torch.no_grad()
+def test_an_adapter_for_each_row(option):
+    """Of padded rows, of which otherwise only the tokens are computed, in one row."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False)
+    model = get_peft_model(make_model(option, "ForTokenClassification"), config, adapter_name="a").eval()
+    model.add_adapter("b", config)
+    ids, mask = torch.randint(3, 99, (3, 30)), torch.ones(3, 30, dtype=torch.long)
+    mask[1, 10:] = mask[2, :20] = 0
+    names = ["a", "b", "__base__"]
+    logits = model(input_ids=ids, attention_mask=mask, adapter_names=names).logits
+    for row, name in enumerate(names):
+        valid = mask[row] == 1
+        alone = model(input_ids=ids[row : row + 1, valid], adapter_names=[name]).logits[0]
+        assert relative_error(logits[row, valid], alone) < 1e-5
+
+
 @pytest.mark.parametrize("option", [*FAMILIES, "linear-causal"])
 def test_lora_with_trained_tokens(option, tmp_path):
     """Added tokens are trained beside the adapters, in the tied head too; all other words stay as they are."""
@@ -398,6 +417,19 @@ def test_export_with_dynamic_batch_and_length(option):
     model = shallow(option)
     for names in (["input_ids"], list(EXAMPLE)):
         check_every_size(export(model, names).module(), model, names)
+
+
+@torch.no_grad()
+def test_export_of_a_causal_model_over_many_chunks():
+    model = make_model("linear-causal", "ForCausalLM", num_hidden_layers=1, max_position_embeddings=512)
+    model.config.use_cache = False
+    shape = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=1, max=512)}
+    exported = torch.export.export(model, (), EXAMPLE, dynamic_shapes=dict.fromkeys(EXAMPLE, shape)).module()
+    for length in (1, 64, 65, 300, 512):
+        ids = torch.randint(3, 99, (3, length))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs["attention_mask"][0, : length // 3] = 0
+        assert relative_error(exported(**inputs).logits, model(**inputs).logits) < 1e-5
 
 
 @needs_compiler

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
@@ -16,11 +17,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     StaticCache,
     TextStreamer,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
     pipeline,
     set_seed,
 )
 
 import nystrom_models
+from nystrom_models.data import train_byte_level_tokenizer
 from nystrom_models.models.causal_head import next_labels
 from nystrom_models.models.recurrent_cache import CACHE
 from tests.models.options import TOLERANCE, make_model, relative_error
@@ -182,6 +187,22 @@ def test_a_cache_is_given_back_and_continued(option):
             cache = copy.deepcopy(cache_of(first))
             out = greedy(model, tokens, whole, **{CACHE: cache})
             assert torch.equal(out[:, -NEW:], once[:, -NEW:])
+
+
+def test_a_cache_with_what_fills_up_a_row_is_not_continued():
+    """After its end, a generated row is filled up with padding, which its states contain."""
+    model, (ids, mask) = make(), prompts()
+    once = greedy(model, ids, mask, eos_token_id=None)
+    end = int(once[0, 16])
+    first = greedy(model, ids, mask, eos_token_id=end, pad_token_id=1, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, ids[:, :4]], dim=1)
+    later = torch.cat([(first.sequences[:, 14:] != 1).long(), torch.ones(2, 4, dtype=torch.long)], dim=1)
+    whole = torch.cat([mask, later], dim=1)
+    assert (whole[0] == 0).any()
+    with pytest.raises(ValueError, match=r"has seen 22 tokens of row 0, but attention_mask has 17 in these 22"):
+        greedy(model, longer, whole, **{CACHE: copy.deepcopy(cache_of(first))})
+    with pytest.raises(ValueError, match=r"has seen 22 tokens of row 0"):
+        greedy(model, longer[:, 22:], whole, **{CACHE: cache_of(first)})
 
 
 def test_a_cache_is_filled_by_a_call_and_then_generates():
@@ -348,6 +369,34 @@ def test_pipeline_writes_texts_of_several_lengths(writer):
     assert together == alone and all(
         text in answer[0]["generated_text"] for text, answer in zip(texts, alone, strict=True)
     )
+
+
+def test_generation_ends_at_a_string():
+    tokenizer = train_byte_level_tokenizer(["the cat sat on the mat"] * 4, vocab_size=270, show_progress=False)
+    model = make(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=2, pad_token_id=1)
+    inputs = tokenizer("the cat", return_tensors="pt")
+    whole = greedy(model, inputs["input_ids"], eos_token_id=None)
+    start = inputs["input_ids"].shape[1]
+    # The last letter that is written for the first time.
+    words = [tokenizer.decode(token) for token in whole[0, start:]]
+    last = max(i for i, word in enumerate(words) if word.isalpha() and not any(word in other for other in words[:i]))
+    out = greedy(model, inputs["input_ids"], eos_token_id=None, stop_strings=[words[last]], tokenizer=tokenizer)
+    assert torch.equal(out, whole[:, : start + last + 1])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_trainer_evaluates_and_predicts_the_next_token(smoothing, tmp_path):
+    model = make()
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 99, (6, 20)).tolist()]
+    arguments = TrainingArguments(
+        str(tmp_path), label_smoothing_factor=smoothing, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    found = Trainer(model, arguments, eval_dataset=rows, data_collator=default_data_collator).evaluate()
+    inputs = torch.tensor([row["input_ids"] for row in rows])
+    with torch.no_grad():
+        logits = model.eval()(inputs).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, inputs[:, 1:].flatten(), label_smoothing=smoothing)
+    assert float(found["eval_loss"]) == pytest.approx(expected.item(), abs=1e-3)  # Transformers 5.24 rounds it
 
 
 def test_streamed_words_are_the_text(writer, capsys):

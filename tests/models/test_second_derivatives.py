@@ -64,3 +64,21 @@ def test_in_float32(option):
     exact = hessian_product(model, inputs, labels, direction)
     product = hessian_product(model.float(), inputs, labels, [part.float() for part in direction])
     assert relative_error(product.double(), exact) < TOLERANCE
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu"])
+def test_derivatives_forwards(option):
+    """`torch.func.jvp`: the tangent of the logits is what the gradient of each logit says."""
+    model = language_model(option, **({} if option == "linear-elu" else {"conv_kernel_size": 5})).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(3, 99, (2, 20))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    along = {name: torch.randn_like(weight) for name, weight in weights.items()}
+
+    def total(weights):
+        return torch.func.functional_call(model, weights, (ids,)).logits.square().sum()
+
+    _, tangent = torch.func.jvp(total, (weights,), (along,))
+    gradient = torch.func.grad(total)(weights)
+    expected = sum((gradient[name] * along[name]).sum() for name in weights)
+    assert relative_error(tangent, expected) < TOLERANCE

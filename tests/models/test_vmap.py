@@ -55,3 +55,22 @@ def test_results_of_each_row_and_dropout(option):
         model.train()
         same = vmap(states, randomness="different")(ids[:1].expand(2, -1), mask[:1].expand(2, -1))
         assert not torch.equal(same[0], same[1])
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu"])
+@torch.no_grad()
+def test_models_that_differ_in_some_weights(option, part):
+    model = make_model(option)
+    ids, mask = batch()
+    names = [name for name, _ in model.named_parameters() if f".{part}." in name]
+    weights = dict(model.named_parameters())
+    several = {name: torch.stack([weights[name], 0.5 * weights[name]]) for name in names}
+
+    def states(weights):
+        return functional_call(model, weights, (ids, mask)).last_hidden_state
+
+    found = vmap(states)(several)
+    for i in range(2):
+        expected = states({name: weight[i] for name, weight in several.items()})
+        assert relative_error(found[i], expected) < TOLERANCE[torch.float32]

@@ -39,9 +39,13 @@ def number_or_none(text: str) -> int | None:
 
 def by_layer(text: str) -> Any:
     """ "64", "none", "64,32" for each layer, or JSON for each head of each layer."""
-    if text.startswith("["):
-        return json.loads(text)
-    numbers = [number_or_none(part) for part in text.split(",")]
+    try:
+        if text.startswith("["):
+            return json.loads(text)
+        numbers = [number_or_none(part) for part in text.split(",")]
+    except ValueError:
+        forms = "64, none, a list by layer like 64,32, or JSON like [64, 32]"
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {forms}") from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 

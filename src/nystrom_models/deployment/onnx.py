@@ -66,10 +66,11 @@ def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: in
     mask[1::4, ..., (length + 1) // 2 :] = 0
     mask[2::4, ..., : length // 2] = 0
     mask[3::4, ..., 1:-1:3] = 0
+    types = getattr(model.config, "type_vocab_size", None) or 1
     tensors = {
         "input_ids": torch.randint(model.config.vocab_size, shape, generator=generator),
         "attention_mask": mask,
-        "token_type_ids": torch.randint(model.config.type_vocab_size, shape, generator=generator),
+        "token_type_ids": torch.randint(types, shape, generator=generator),
     }
     return {name: tensors[name].to(model.device) for name in names}
 
@@ -77,7 +78,7 @@ def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: in
 @contextmanager
 def _without_states(model: PreTrainedModel) -> Iterator[None]:
     """A causal model without the states of its cache, which are no outputs of a file."""
-    if not model.config.is_decoder:
+    if not getattr(model.config, "is_decoder", False):
         yield
         return
     before, model.config.use_cache = model.config.use_cache, False

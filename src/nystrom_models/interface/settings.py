@@ -99,7 +99,12 @@ def use_nystrom(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"use_nystrom() takes a model of Transformers, not {type(model).__name__}.")
     attentions = _attention_modules(model)
+    _share_configs(model)
     configs = list({id(config): config for config in map(_config_of, attentions.values())}.values())
+    if model.config.is_encoder_decoder and all(config is not model.config for config in configs):
+        raise ValueError(
+            f"{type(model).__name__} has an encoder and a decoder: give use_nystrom() only model.get_encoder()."
+        )
     field = _field(configs, num_landmarks, pinv_iterations, layers)
     marks = _layer_numbers(attentions, field) if _is_by_layer(field) else {}
 
@@ -115,6 +120,26 @@ def use_nystrom(
         _give_own_config(model)
     model.set_attn_implementation(IMPLEMENTATION)
     return model
+
+
+def _share_configs(model: PreTrainedModel) -> None:
+    """Gives the parts of a model its own configuration in place of an equal one. Classes that compose models, such as
+    `EncoderDecoderModel`, copy the configuration of a part, whose layers keep the one from before."""
+    owners = {"": model}
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        owner = next(owners[before] for before in _prefixes(path) if before in owners)
+        same = type(config) is type(owner.config) and config is not owner.config
+        if same and config.to_dict() == owner.config.to_dict():
+            setattr(module, "config", owner.config)  # noqa: B010 (mypy takes it for a submodule)
+        if isinstance(module, PreTrainedModel):
+            owners[path] = module
+
+
+def _prefixes(path: str) -> list[str]:
+    """The path of a module and those of the modules around it, innermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _give_own_config(model: PreTrainedModel) -> None:

@@ -235,7 +235,10 @@ def _product_by_chunks(
     scores = left @ right.transpose(-2, -1)  # (B, H, N / C, C, C)
     scores = scores.triu() if backwards else scores.tril()
     out = scores @ values + left @ (states.flip(2) if backwards else states)
-    return out.flatten(2, 3)[:, :, :length], final
+    out = out.flatten(2, 3)
+    if is_tracing(out):  # a slice would be a condition on the length in the graph
+        return out.index_select(2, torch.arange(length, device=out.device)), final
+    return out[:, :, :length], final
 
 
 def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from .configuration_base import BaseConfig
 from .input_checks import require_labels, require_one_input
 from .losses import IGNORED
 from .modeling_base import BasePreTrainedModel
-from .recurrent_cache import CACHE, columns_seen, given_cache, require_recurrent
+from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
 from .token_layout import positions_by_rank, token_ranks
 
 
@@ -67,7 +67,6 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -82,7 +81,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             logits_to_keep: the number of last tokens to compute the logits of, or the positions of the tokens, (K,)
                 int64. 0: all tokens.
             shift_labels: (B, N) int64, instead of labels: for each token the label that it predicts. For sequence
-                parallelism, where the next token may be on another device.
+                parallelism, where the next token may be on another device. It is a keyword that is not named, because
+                Transformers' Trainer would look for it in every batch.
             seq_idx, cu_seq_lens_q: for rows packed with several documents, see the base model; the first token of a
                 document is then not predicted.
             num_items_in_batch: divisor of the sum of the loss; if None, the number of labels that count in this batch.
@@ -91,6 +91,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         Returns: loss, logits (B, N or K, V), the cache and, on request, the base model's other outputs.
         """
         cache = given_cache(cache, past_key_values)
+        shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         if seq_idx is None:
             may_restart = attention_mask is None and cache is None and not use_cache
             batch, length = require_one_input(input_ids, inputs_embeds).shape[:2]
@@ -163,6 +164,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """As in Transformers, but only the mask of this call's tokens is passed on: the states stand for all earlier
         tokens, so that nothing grows with the sequence."""
+        for name in ("tokenizer", "assistant_tokenizer"):  # `generate` uses them for `stop_strings` and passes them on
+            kwargs.pop(name, None)
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -224,14 +227,27 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         mask = model_kwargs.get("attention_mask")
         # Transformers drops a mask of ones, and keeps its length here.
         length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
-        if length == given and given > seen:
-            return seen
-        if length == seen + given:
-            return 0
+        if length in (given, seen + given) and length > seen:
+            self._check_tokens_seen(cache, seen, mask)
+            return seen if length == given else 0
         raise ValueError(
             f"{CACHE} has seen {seen} tokens, but the call has {given}: give these {seen} and the new ones, "
             f"or only the new ones, with an attention_mask over the {seen} and the new ones."
         )
+
+    @staticmethod
+    def _check_tokens_seen(cache: Cache | None, seen: int, mask: Tensor | None) -> None:
+        """Raises ValueError if the mask has another number of tokens in a row than the cache was given."""
+        tokens = read_state(cache, 0, State.TOKENS)
+        assert tokens is not None  # the cache has seen some
+        valid = torch.full_like(tokens[:, 0], seen) if mask is None else (mask[:, :seen] != 0).sum(dim=-1)
+        if valid.shape == tokens[:, 0].shape and (rows := (valid != tokens[:, 0]).nonzero()[:, 0].tolist()):
+            row = rows[0]
+            raise ValueError(
+                f"{CACHE} has seen {int(tokens[row, 0])} tokens of row {row}, but attention_mask has "
+                f"{int(valid[row])} in these {seen} columns. Tokens that fill up a row after its end "
+                f"are in its state and cannot be removed: continue without {CACHE}, or row by row."
+            )
 
 
 def next_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -108,6 +108,17 @@ class _DepthwiseConvolution(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, value_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
+        value, weight = ctx.saved_tensors
+        parts = []
+        if value_tangent is not None:
+            parts.append(_DepthwiseConvolution.apply(value_tangent, weight))
+        if weight_tangent is not None:
+            parts.append(_DepthwiseConvolution.apply(value, weight_tangent))
+        return sum(parts[1:], parts[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:

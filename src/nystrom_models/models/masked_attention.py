@@ -51,7 +51,7 @@ def attend(
     mask = visible_keys(key_mask)
     # Dropout drawn in blocks would differ when a checkpointed layer is recomputed.
     in_blocks = skip is not None and skip.device.type == "cpu" and dropout_p == 0
-    if in_blocks and not torch.is_grad_enabled() and depends_on_values(query):
+    if in_blocks and not torch.is_grad_enabled() and all(map(depends_on_values, (query, key, value))):
         return add_attention(F.scaled_dot_product_attention, query, key, value, mask, skip)
     if dropout_p > 0 and query.device.type == "cpu" and depends_on_values(query):
         context = attention_with_dropout(query, key, value, mask, dropout_p)
@@ -94,7 +94,8 @@ def attend_within_rows(
 
     Returns: (B, H, N, D). Values at invalid tokens are finite, but meaningless.
     """
-    lengths = _unequal_lengths(query, mask)
+    known = depends_on_values(key) and depends_on_values(value)
+    lengths = _unequal_lengths(query, mask) if known else None
     if lengths is None:
         return attend(query, key, value, mask, dropout_p, skip)
     rows = zip(*(states.split(1) for states in (query, key, value)), lengths, strict=True)

@@ -50,6 +50,13 @@ class BaseModelOutput(BaseModelOutputWithPoolingAndCrossAttentions):
     token_places: Tensor | None = None
 
 
+def has_adapters_by_row(model: nn.Module) -> bool:
+    """Whether PEFT gives each row of a batch an adapter of its own (`adapter_names`), for which it divides the first
+    dimension of the states."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+
+
 class BasePreTrainedModel(PreTrainedModel):
     """Initialisation, loading and saving of every family.
 
@@ -302,7 +309,7 @@ class BaseModel(BasePreTrainedModel):
         elif packed_positions is not None and not self.config.is_decoder:
             warn_of_mixed_documents(packed_positions)
         # A map has rows and columns of all N tokens.
-        pack = self.config.unpad_inputs and not output_attentions
+        pack = self.config.unpad_inputs and not output_attentions and not has_adapters_by_row(self)
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)
         limit = self.config.max_position_embeddings
         # A row of the batch is a document, if rows are packed with them.
