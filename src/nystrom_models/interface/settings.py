@@ -129,8 +129,8 @@ def _share_configs(model: PreTrainedModel) -> None:
     for path, module in model.named_modules():
         config = getattr(module, "config", None)
         owner = next(owners[before] for before in _prefixes(path) if before in owners)
-        same = type(config) is type(owner.config) and config is not owner.config
-        if same and config.to_dict() == owner.config.to_dict():
+        other = isinstance(config, type(owner.config)) and config is not owner.config
+        if other and config is not None and config.to_dict() == owner.config.to_dict():
             setattr(module, "config", owner.config)  # noqa: B010 (mypy takes it for a submodule)
         if isinstance(module, PreTrainedModel):
             owners[path] = module
