@@ -86,6 +86,20 @@ def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
     assert next(iter(load_files(compressed(path), streaming=True)))["text"] == "= Title =\nA paragraph."
 
 
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_column_may_begin_with_missing_values(ending, tmp_path):
+    """Of more rows than `datasets` infers the types of columns from."""
+    path = tmp_path / f"rows.{ending}"
+    count = 10_500 if ending == "csv" else 120_000
+    rows = [{"text": f"{'long ' * 20}{i}", "note": None} for i in range(count)] + [{"text": "a", "note": "checked"}]
+    if ending == "csv":
+        path.write_text("text,note\n" + "".join(f"{row['text']},{row['note'] or ''}\n" for row in rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_files(path, cache_dir=tmp_path / "cache")
+    assert loaded[-1] == rows[-1] and loaded[0] == rows[0] and len(loaded) == count + 1
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -8,6 +8,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import IO, Any
 
 import datasets
@@ -24,6 +25,9 @@ _TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
 # The most characters of a field of a table: the largest C long of all platforms.
 LARGEST_FIELD = 2**31 - 1
+
+# As `chunksize` of the readers of `datasets`: more rows than a table has, more bytes than a file of JSON.
+_WHOLE_FILE = 2**30
 
 # Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
 _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
@@ -132,7 +136,8 @@ def _load(
     builder, options = FORMATS[ending]
     if not hasattr(packaged_modules, builder):
         raise ValueError(f"{ending} files are read by datasets 5.1 or newer; update it from {datasets.__version__}.")
-    return load_dataset(
+    load = partial(
+        load_dataset,
         builder,
         data_files={"train": [os.path.abspath(name) for name in names]},
         split="train",
@@ -140,6 +145,13 @@ def _load(
         streaming=streaming,
         **options,
     )
+    try:
+        return load()
+    except DatasetGenerationError:
+        if builder not in ("csv", "json"):
+            raise
+        # The types of the columns are those of the first part of a file, where a column may be empty: as one part.
+        return load(chunksize=_WHOLE_FILE)
 
 
 def _without_mark(row: dict[str, str]) -> dict[str, str]:

@@ -309,7 +309,8 @@ class BaseModel(BasePreTrainedModel):
         elif packed_positions is not None and not self.config.is_decoder:
             warn_of_mixed_documents(packed_positions)
         # A map has rows and columns of all N tokens.
-        pack = self.config.unpad_inputs and not output_attentions and not has_adapters_by_row(self)
+        pack = mask is not None and self.config.unpad_inputs and not output_attentions
+        pack = pack and not has_adapters_by_row(self)
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)
         limit = self.config.max_position_embeddings
         # A row of the batch is a document, if rows are packed with them.
