@@ -57,8 +57,14 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
     if not _HAS_ONEDNN or value.device.type != "cpu" or value.dtype == torch.float64:
         return F.conv2d(value, weight, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
     if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad) and takes_own_gradients():
-        return _DepthwiseConvolution.apply(value, weight)
+        return _differentiable(value, weight)
     return _filter_tokens(value, weight)
+
+
+def _differentiable(value: Tensor, weight: Tensor) -> Tensor:
+    # torch.compile refuses functions with a `jvp`.
+    function = _DepthwiseConvolution if torch.compiler.is_compiling() else _WithTangents
+    return function.apply(value, weight)
 
 
 def _filter_tokens(value: Tensor, weight: Tensor) -> Tensor:
@@ -108,6 +114,24 @@ class _DepthwiseConvolution(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        value, weight = ctx.saved_tensors
+        value_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            value_gradient = _differentiable(gradient, weight.flip(2))
+        if ctx.needs_input_grad[1]:
+            weight_gradient = _correlate(gradient, value, weight.shape[2]).to(weight.dtype)
+        return value_gradient, weight_gradient
+
+
+class _WithTangents(_DepthwiseConvolution):
+    """The same, also differentiable forwards (`torch.func.jvp`)."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
@@ -115,20 +139,10 @@ class _DepthwiseConvolution(torch.autograd.Function):
         value, weight = ctx.saved_tensors
         parts = []
         if value_tangent is not None:
-            parts.append(_DepthwiseConvolution.apply(value_tangent, weight))
+            parts.append(_differentiable(value_tangent, weight))
         if weight_tangent is not None:
-            parts.append(_DepthwiseConvolution.apply(value, weight_tangent))
+            parts.append(_differentiable(value, weight_tangent))
         return sum(parts[1:], parts[0])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        value, weight = ctx.saved_tensors
-        value_gradient = weight_gradient = None
-        if ctx.needs_input_grad[0]:
-            value_gradient = _DepthwiseConvolution.apply(gradient, weight.flip(2))
-        if ctx.needs_input_grad[1]:
-            weight_gradient = _correlate(gradient, value, weight.shape[2]).to(weight.dtype)
-        return value_gradient, weight_gradient
 
 
 def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
