@@ -47,10 +47,9 @@ def load_complete(model_class: Any, name: str | os.PathLike, advice: str) -> Any
             f"{name} has {len(mismatched)} weights of other shapes than its config.json asks for, such as {weight} of "
             f"{tuple(shape)} instead of {tuple(wanted)}: correct the configuration."
         )
-    without_pooler = "add_pooling_layer" in inspect.signature(type(model).__init__).parameters
-    if without_pooler and any("pooler" in weight for weight in info["missing_keys"]):
-        # A pooler that was not saved would be random.
-        model, info = model_class.from_pretrained(name, **options, add_pooling_layer=False)
+    can_do_without = "add_pooling_layer" in inspect.signature(type(model).__init__).parameters
+    if can_do_without and any("pooler" in weight for weight in info["missing_keys"]):
+        model.pooler = None  # it was not saved, and would be random
     if missing := sorted(weight for weight in info["missing_keys"] if "pooler" not in weight):
         raise ValueError(
             f"{name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}, which would be "

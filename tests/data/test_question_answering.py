@@ -5,8 +5,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.question_answering import (
@@ -16,6 +15,7 @@ from nystrom_models.data.question_answering import (
     require_questions,
     token_span,
 )
+from tests.data.test_encoding import unigram
 from tests.data.test_pretraining import byte_level_tokenizer
 
 WORDS = ["array", "batch", "Buffering", "naïve", "日本語", "e\u0301tude", "\U0001f600", "x-y", "a\u200bb"]
@@ -73,19 +73,14 @@ def test_the_tokens_of_an_answer_lead_back_to_its_text(tokenizer, words, spaces,
 
 def sentence_piece_tokenizer(texts):
     """A tokenizer like XLM-RoBERTa's, which marks the beginning of a word and has no token types."""
-    unigram = Tokenizer(models.Unigram())
-    unigram.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    specials = ["<s>", "</s>", "<unk>", "<pad>"]
-    unigram.train_from_iterator(
-        texts, trainers.UnigramTrainer(special_tokens=specials, unk_token="<unk>", show_progress=False)
+    tokenizer = unigram(texts)
+    tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>"})
+    special = [("<s>", tokenizer.cls_token_id), ("</s>", tokenizer.sep_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=special
     )
-    unigram.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=unigram, cls_token="<s>", unk_token="<unk>", pad_token="<pad>", model_input_names=names
-    )
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return tokenizer
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte_level", "byte_level_with_prefix", "sentence_piece"])

@@ -99,7 +99,7 @@ def use_nystrom(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"use_nystrom() takes a model of Transformers, not {type(model).__name__}.")
     attentions = _attention_modules(model)
-    _share_configs(model)
+    _share_configs(model, model.config)
     configs = list({id(config): config for config in map(_config_of, attentions.values())}.values())
     if model.config.is_encoder_decoder and all(config is not model.config for config in configs):
         raise ValueError(
@@ -122,24 +122,15 @@ def use_nystrom(
     return model
 
 
-def _share_configs(model: PreTrainedModel) -> None:
-    """Gives the parts of a model its own configuration in place of an equal one. Classes that compose models, such as
-    `EncoderDecoderModel`, copy the configuration of a part, whose layers keep the one from before."""
-    owners = {"": model}
-    for path, module in model.named_modules():
-        config = getattr(module, "config", None)
-        owner = next(owners[before] for before in _prefixes(path) if before in owners)
-        other = isinstance(config, type(owner.config)) and config is not owner.config
-        if other and config is not None and config.to_dict() == owner.config.to_dict():
-            setattr(module, "config", owner.config)  # noqa: B010 (mypy takes it for a submodule)
-        if isinstance(module, PreTrainedModel):
-            owners[path] = module
-
-
-def _prefixes(path: str) -> list[str]:
-    """The path of a module and those of the modules around it, innermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+def _share_configs(module: nn.Module, shared: PreTrainedConfig) -> None:
+    """Gives the parts of a model the configuration of the model around them in place of an equal one. Classes that
+    compose models, such as `EncoderDecoderModel`, copy the configuration of a part, whose layers keep the one from
+    before."""
+    for part in module.children():
+        config: Any = getattr(part, "config", None)
+        if isinstance(config, type(shared)) and config is not shared and config.to_dict() == shared.to_dict():
+            setattr(part, "config", shared)  # noqa: B010 (mypy takes it for a submodule)
+        _share_configs(part, part.config if isinstance(part, PreTrainedModel) else shared)
 
 
 def _give_own_config(model: PreTrainedModel) -> None:

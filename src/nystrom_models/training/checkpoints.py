@@ -89,12 +89,16 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+def _numbered_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
     if not os.path.isdir(output_dir):
         return []
-    numbered = [(int(match[1]), path) for path in Path(output_dir).iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered)]
+    paths = Path(output_dir).iterdir()
+    return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
+
+
+def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return [path for _, path in _numbered_checkpoints(output_dir)]
 
 
 def make_way(args: CheckpointArguments, remove: bool = True) -> None:
@@ -143,8 +147,8 @@ def supersede_checkpoints(output_dir: str | os.PathLike, step: int) -> list[Path
     """Renames the checkpoints after a step, from which a run resumes, to `superseded-checkpoint-{step}`, and returns
     them: otherwise "latest" would name them later, and `checkpoints_total_limit` would count them as the newest."""
     renamed = []
-    for path in list_checkpoints(output_dir):
-        if int(path.name.rsplit("-", 1)[1]) > step:
+    for number, path in _numbered_checkpoints(output_dir):
+        if number > step:
             new = path.with_name(_SUPERSEDED + path.name)
             _remove(new)
             renamed.append(path.rename(new))

@@ -169,7 +169,6 @@ class TrainingLoop:
         self.scheduler = create_scheduler(self.optimizer, args, self.total_steps, objective.preparation)
         self.state = TrainingState(self.model)
         self.window = Sums(accelerator)  # since the last log
-        self.scores = Sums(accelerator)  # of the current step
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         self.position: Mapping[str, Any] | None = None  # of the next step in the data
         self.signals = Signals(enabled=checkpoints is not None)  # without checkpoints, there is nothing to save
@@ -260,7 +259,7 @@ class TrainingLoop:
         objective = self.objective.at_step(self.state.step)
         counts = self._count_targets(objective, step)
         totals = accelerator.reduce({name: count.sum() for name, count in counts.items()}, "sum")
-        loss = torch.zeros((), device=accelerator.device)
+        loss, scores = torch.zeros((), device=accelerator.device), Sums(accelerator)
         for number, (batch, num_rows) in enumerate(zip(step.batches, step.num_rows, strict=True)):
             accelerator.sync_gradients = number == len(step.batches) - 1
             # DDP waits for the gradients of all weights. If there are only some, they are averaged below.
@@ -268,11 +267,11 @@ class TrainingLoop:
             with nullcontext() if averages else accelerator.no_sync(self.model):
                 batch = send_to_device(batch, accelerator.device, non_blocking=True)
                 shares = {name: (count[number], totals[name]) for name, count in counts.items()}
-                loss += self._backward(objective, batch, shares, num_rows > 0)
+                loss += self._backward(objective, batch, shares, num_rows > 0, scores)
         if objective.is_partial:
             self._average_gradients()
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-        self._update_weights(loss, norm, step.where)
+        self._update_weights(loss, norm, step.where, scores)
         self.position = step.position
         self.state.step += 1
         self.bar.update()
@@ -293,9 +292,17 @@ class TrainingLoop:
         }
 
     def _backward(
-        self, objective: Objective, batch: Batch, shares: Mapping[str, tuple[Tensor, Tensor]], counted: bool
+        self,
+        objective: Objective,
+        batch: Batch,
+        shares: Mapping[str, tuple[Tensor, Tensor]],
+        counted: bool,
+        sums: Sums,
     ) -> Tensor:
-        """Adds the gradient of a micro-batch's share of the step's loss, and returns that share."""
+        """Adds the gradient of a micro-batch's share of the step's loss, and adds its scores to `sums`.
+
+        Returns: the share.
+        """
         outputs = objective.forward(self.model, batch)
         losses, weighted = objective.losses(outputs), []
         for name, (count, total) in shares.items():
@@ -311,12 +318,12 @@ class TrainingLoop:
         with torch.no_grad():
             scores = objective.scores(outputs, batch, with_loss=False)
             scores |= {name: (losses[name] * count, count) for name, (count, _) in shares.items()}
-            self.scores.add({name: (total * counted, count * counted) for name, (total, count) in scores.items()})
+            sums.add({name: (total * counted, count * counted) for name, (total, count) in scores.items()})
             self.num_tokens += batch["attention_mask"].sum() * counted
         return loss.detach()
 
-    def _update_weights(self, loss: Tensor, norm: Any, where: str) -> None:
-        """Steps the optimizer if loss and gradient are finite; always steps the schedule."""
+    def _update_weights(self, loss: Tensor, norm: Any, where: str, scores: Sums) -> None:
+        """Steps the optimizer, and counts the scores, if loss and gradient are finite; always steps the schedule."""
         accelerator, signals = self.accelerator, self.signals
         flags = [torch.full_like(loss, flag) for flag in (signals.stop, signals.take_save())]
         total_loss, stop, save = accelerator.reduce(torch.stack([loss, *flags]), "sum").tolist()
@@ -331,11 +338,10 @@ class TrainingLoop:
             self._skip_step(f"gradient (though not the loss, {total_loss:.4g})", where)
         else:
             self.optimizer.step()  # in float16 the scaler skips steps that overflow
-            self.window.merge(self.scores)
+            self.window.merge(scores)
             if math.isfinite(norm):
                 one = torch.ones((), device=accelerator.device) * accelerator.is_main_process
                 self.window.add({"grad_norm": (one * norm, one)})
-        self.scores = Sums(accelerator)
         self.optimizer.zero_grad()
         self.scheduler.step()
 
