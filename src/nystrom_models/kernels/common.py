@@ -100,8 +100,12 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
+# Triton 3.6, which torch 2.11 brings, takes no plain string as the default of an argument.
+TF32X3 = tl.constexpr("tf32x3")
+
+
 @triton.jit
-def dot(a, b, acc=None, FLOAT32: tl.constexpr = "tf32x3"):
+def dot(a, b, acc=None, FLOAT32: tl.constexpr = TF32X3):
     """a b + acc, summed in float32.
 
     FLOAT32: how float32 is multiplied: "tf32x3", by tensor cores in three TF32 products, as exact as float32 except

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
+from ..models.tracing import is_compiling
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Largest size of a grid along its second dimension.
 _MAX_PROGRAMS = 65535
@@ -57,7 +59,7 @@ def why_not_in_this_graph(tensors: list[Tensor]) -> str | None:
     """Why the graph that is being recorded cannot hold kernels, or which tensors are not plain tensors."""
     if torch.compiler.is_compiling():
         # torch.compile accepts the operator; exported graphs must also run where the operator is unknown.
-        return "a graph is being exported, for other programs" if torch.compiler.is_exporting() else None
+        return None if is_compiling() else "a graph is being exported, for other programs"
     captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if (is_tracing(tensors[0]) and not captured) or torch._C._are_functorch_transforms_active():
         return "a graph is being recorded (torch.jit, torch.fx) or transformed, which needs PyTorch's operations"

@@ -21,7 +21,8 @@ def takes_own_gradients() -> bool:
 def is_compiling() -> bool:
     """Whether `torch.compile` records a graph, which may hold this package's operators. An exported graph may not:
     other programs must be able to run it."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    # The flag behind `torch.compiler.is_exporting()`, which torch.compile of torch 2.11 takes for True.
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
 
 
 def is_batched(tensor: Tensor) -> bool:
