@@ -257,6 +257,15 @@ def test_the_first_try_runs_what_the_model_will(ran):
     assert len(ran) == 5 and ran[3].query.requires_grad  # now its gradients are wanted, too
 
 
+def test_the_first_try_draws_none_of_the_models_random_numbers():
+    """Otherwise the dropout of a run's first step, and of the first one after resuming, would be another."""
+    tensors, results = draw_heads(14, 3), []
+    for _ in range(2):  # only the first has a first try
+        torch.manual_seed(1)
+        results.append(kernels.nystrom_attention_if_possible(*tensors, num_landmarks=M, dropout_p=0.3))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("fault", ["raises", "differs", "is_nan", "backward"])
 def test_kernels_that_fail_on_a_device_are_not_used(fault, said, monkeypatch):
     compute = dispatch.compute

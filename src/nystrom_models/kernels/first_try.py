@@ -26,8 +26,10 @@ def find_fault(attempt: Callable[..., str | None], device: torch.device, *facts:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("Run the model once before its CUDA graph is captured: the kernels are compiled then.")
         no_autocast = torch.autocast(device.type, enabled=False)
+        # What the attempt draws must not change the dropout of the model's first step.
+        same_random_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
         try:
-            with torch.inference_mode(False), no_autocast:
+            with torch.inference_mode(False), no_autocast, same_random_numbers:
                 _faults[key] = attempt(device, *facts)
         except torch.OutOfMemoryError:
             return f"there is no memory on {device} for a first try of them"  # not kept: memory may be free later

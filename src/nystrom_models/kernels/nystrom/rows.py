@@ -31,10 +31,10 @@ class Rows(NamedTuple):
     def of(cls, mask: Tensor, segments: Segments) -> "Rows":
         """mask: (B, N) bool, contiguous or not."""
         return cls(
-            mask.contiguous().view(torch.uint8),
+            mask.contiguous().to(torch.uint8),  # Inductor of torch 2.11 cannot view bool as another type
             segments.positions.contiguous(),
             segments.size.contiguous(),
-            segments.exists.contiguous().view(torch.uint8),
+            segments.exists.contiguous().to(torch.uint8),
         )
 
 
