@@ -171,23 +171,22 @@ def describe_plan(plan: tuple[int, dict[str, int]]) -> str:
 
 
 @contextlib.contextmanager
-def launched(stage: str, place: int, launch: Any) -> Iterator[None]:
-    from nystrom_models.kernels.nystrom.launches import LAUNCHES
+def launched(stage: str, launch: Any) -> Iterator[None]:
+    from nystrom_models.kernels.nystrom import launches
 
-    before = LAUNCHES[stage]
-    LAUNCHES[stage] = (*before[:place], launch, *before[place + 1 :])
+    before = launches.find_launch
+    launches.find_launch = lambda name, *facts: launch if name == stage else before(name, *facts)
     try:
         yield
     finally:
-        LAUNCHES[stage] = before
+        launches.find_launch = before
 
 
-def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str, float]:
+def sweep(stage: str, kernel: Kernel, current: Any, setting: Setting) -> dict[str, float]:
     """Seconds per call for each launch that fits: first block, warps and stages are varied, then the parts of the
-    best. A launch whose first result differs from that of the launch in use is left out."""
-    from nystrom_models.kernels.nystrom.launches import LAUNCHES, Launch
+    best. A launch whose first result differs from that of `current`, the launch in use, is left out."""
+    from nystrom_models.kernels.nystrom.launches import Launch
 
-    current = LAUNCHES[stage][place]
     found: dict[str, float] = {}
     fastest: dict[Any, float] = {}
 
@@ -198,7 +197,7 @@ def sweep(stage: str, kernel: Kernel, place: int, setting: Setting) -> dict[str,
     expected = result()
 
     def measure(launch: Any) -> None:
-        with launched(stage, place, launch), contextlib.suppress(Exception):  # it does not fit; the errors differ
+        with launched(stage, launch), contextlib.suppress(Exception):  # it does not fit; the errors differ
             name = describe_plan(kernel.plan())
             if name not in found and deviation(result(), expected) <= GRADIENT_FACTOR * TOLERANCES[setting.dtype]:
                 found[name] = fastest[launch] = seconds(kernel.call, setting.device)
@@ -225,7 +224,7 @@ def table(
 
     with_sweep: adds the fastest launch that was found for each. names: the kernels to time; None for all.
     """
-    from nystrom_models.kernels.nystrom.launches import LAUNCHES, launch_place
+    from nystrom_models.kernels.nystrom import launches
 
     sequence = setting.batch_size * setting.length * setting.hidden_size * setting.dtype.itemsize
     heading = ["kernel", "us", "sequences", "GB/s", "% of a copy's", "block, warps, stages, parts"]
@@ -243,9 +242,9 @@ def table(
         line.append(describe_plan(kernel.plan()) if kernel.plan else "")
         if with_sweep:
             found = {}
-            if name in LAUNCHES:
-                place = launch_place(name, setting.dtype, setting.num_landmarks, setting.head_dim)
-                found = sweep(name, kernel, place, setting)
+            if name in launches.LAUNCHES:
+                sizes = setting.dtype, setting.num_landmarks, setting.head_dim, torch.device(setting.device)
+                found = sweep(name, kernel, launches.find_launch(name, *sizes), setting)
             best = min(found, key=found.__getitem__) if found else ""
             line += [best, f"{1e6 * found[best]:.1f}" if found else ""]
         line.append(f"{1e6 * seconds(ragged[name].call, setting.device):.1f}")

@@ -60,9 +60,9 @@ def test_ragged_rows_and_dropout_are_what_is_timed():
 def test_the_sweep_finds_the_fastest_that_computes_the_same(monkeypatch):
     from nystrom_models.kernels.nystrom import launches
 
-    place = launches.launch_place("token_attention_fwd", SETTING.dtype, SETTING.num_landmarks, SETTING.head_dim)
-    before = launches.LAUNCHES["token_attention_fwd"]
-    current = lambda: launches.LAUNCHES["token_attention_fwd"][place]  # noqa: E731
+    facts = "token_attention_fwd", SETTING.dtype, SETTING.num_landmarks, SETTING.head_dim, torch.device("cpu")
+    current = lambda: launches.find_launch(*facts)  # noqa: E731
+    before = current()
 
     def call():
         if current().stages == 3:
@@ -79,13 +79,13 @@ def test_the_sweep_finds_the_fastest_that_computes_the_same(monkeypatch):
     cost = {16: 1.0, 32: 1.0, 64: 2.0, 128: 0.5}
     monkeypatch.setattr(kernels, "seconds", lambda *_: timed.append(plan()) or cost[current().block] / plan()[0])
     on_a_gpu = dataclasses.replace(SETTING, device="cuda")
-    found = kernels.sweep("token_attention_fwd", kernels.Kernel(call, 1, plan), place, on_a_gpu)
+    found = kernels.sweep("token_attention_fwd", kernels.Kernel(call, 1, plan), before, on_a_gpu)
     assert len(timed) == len(found) == len({kernels.describe_plan(plan) for plan in timed})  # each once
     blocks_and_stages = {tuple(name.split(", ")[::2]) for name in found}
     assert blocks_and_stages == {(b, s) for b in ("32", "64") for s in ("1", "2", "4")}
     best = min(found, key=found.__getitem__).split(", ")
     assert best[0] == "32" and best[3] == str(max(kernels.RESIDENT))
-    assert launches.LAUNCHES["token_attention_fwd"] is before
+    assert current() is before
 
 
 def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):

@@ -71,7 +71,7 @@ def test_sizes_of_real_models(length, count, dim, dtype):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.3), (torch.float32, 1.4e-3)], ids=str)
 def test_an_offset_of_keys_and_values_cancels(dtype, tolerance):
-    """On an H100 the gradients of the queries are off by 0.08 and 3.5e-4; by PyTorch's operations, by 3.9 and 4.6e-4."""
+    """On an H100, gradients of queries are off by 0.08 and 3.5e-4; by PyTorch's operations, by 3.9 and 4.6e-4."""
     inputs = [(tensor + 2 * (index in (1, 2))).detach() for index, tensor in enumerate(draw_layer(2048, dtype=dtype))]
     weight = draw(3, 2, 2048, 64, dtype=dtype)
     results = []
