@@ -17,8 +17,8 @@ QUANTIZATION_PINS := tests/models/requirements-quantization.txt
 QUANTIZATION := $(CACHE)/quantization
 SDIST := $(CACHE)/transformers-$(NEWEST)
 
-# Test workers share the cores: one thread each.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Test workers share the cores: one thread each. The tests compare with a CPU; those for a GPU are a part of `make gpu`.
+ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -33,12 +33,12 @@ quickstart: $(VENV)/installed ## Pretrain, fill masks and fine-tune on this mach
 
 test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(QUANTIZATION)/installed ## Run the tests on the newest and the lowest supported Transformers
 	@echo "Compatibility tests, $$(sed -n 's/==/ /p' $(FLOOR_PINS) | head -n 1)"
-	@$(ONE_THREAD) PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -q tests/compat tests/models/test_generation.py
+	@$(ON_CPU) PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -q tests/compat tests/models/test_generation.py
 	@echo "All tests, transformers $(NEWEST)"
-	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+	@$(ON_CPU) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 slow: $(VENV)/installed ## Run the slow tests that make test leaves out
-	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
+	@$(ON_CPU) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(VENV)/installed ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . || { echo "Run '$(BIN)/ruff format .'"; exit 1; }
