@@ -67,6 +67,7 @@ print(model.config.id2label[int(logits.argmax())])"""
 
 # A pipeline reads no windows.
 _WINDOWS = """\
+# Needs tokenizers 0.23.3 or newer: 0.23.1 and 0.23.2 leave windows out.
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({name}{options})
