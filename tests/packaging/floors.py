@@ -4,7 +4,8 @@
     python -m tests.packaging.floors [pytest's arguments]
 
 creates .cache/floors once, with the floors of pyproject.toml (some gigabytes, because the lowest PyTorch has CUDA),
-and runs the tests of data, training, scripts and saved models in it. Needs a package index.
+and runs the tests of kernels (also the slow ones, which compile them), data, training, scripts and saved models in it.
+Needs a package index.
 """
 
 import os
@@ -24,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "floors"
 # What the tests themselves need, as in the development environment.
 TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML")
+KERNELS = "tests/kernels"  # with the Triton that the lowest PyTorch brings
 TESTS = (
+    KERNELS,
     "tests/data",
     "tests/training",
     "tests/examples",
@@ -84,8 +87,13 @@ def main(arguments: list[str]) -> int:
         subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
         done.write_text("\n".join(requirements))
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [python, "-m", "pytest", "-q", "-m", "not slow", *(arguments or TESTS)]
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    runs = [["-m", "not slow", *(arguments or TESTS)]]
+    if not arguments:
+        runs.append(["-m", "slow", KERNELS])
+    codes = [
+        subprocess.run([python, "-m", "pytest", "-q", *run], cwd=ROOT, env=environment).returncode for run in runs
+    ]
+    return max(codes)
 
 
 if __name__ == "__main__":
