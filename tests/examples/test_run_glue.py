@@ -112,6 +112,9 @@ def test_the_checkpoint_is_loaded_by_the_auto_classes(mrpc):
     model, info = AutoModelForSequenceClassification.from_pretrained(mrpc[0], output_loading_info=True)
     assert type(model) is NystromformerForSequenceClassification and not info["missing_keys"]
     classify = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(mrpc[0]))
+    # The limit of the rows' tokenization is none of the tokenizer's.
+    raw = json.loads((mrpc[0] / "tokenizer.json").read_text())
+    assert raw["truncation"] is None and raw["padding"] is None
     for word, label in (("good", "equivalent"), ("bad", "not_equivalent")):
         assert classify({"text": f"the film was {word}", "text_pair": "the old town"})["label"] == label
 

@@ -441,6 +441,14 @@ def test_faults_are_named_before_training(options, error, message, corpus, tmp_p
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_a_file_is_no_output_folder(corpus, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for path in ("file", "file/run"):
+        with pytest.raises(NotADirectoryError, match="is a file or lies in one: give a folder"):
+            run(corpus, tmp_path / path)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_a_stream_needs_its_number_of_steps(corpus, tmp_path):
     paths = ["--config_name", f"{corpus}/linformer.json", "--tokenizer_name", f"{corpus}/tokenizer"]
     paths += ["--train_file", f"{corpus}/train.txt", "--output_dir", str(tmp_path)]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best of several evaluations, by one metric and its direction."""
 
+import errno
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -90,6 +92,17 @@ def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, **opt
 
 def weights(folder):
     return load_file(folder / "model.safetensors")
+
+
+def test_a_full_disk_leaves_no_part_of_a_best_model(tmp_path):
+    def fill(model, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match=r"best_model failed: .*No space left.*There is no checkpoint"):
+        BestModel(create_accelerator(), tmp_path, fill).save(torch.nn.Linear(1, 1), step=1)
+    assert not os.listdir(tmp_path)
 
 
 def test_the_best_model_is_kept(examples, tokenizer, tmp_path):

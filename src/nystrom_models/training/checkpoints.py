@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a training run: complete or absent, checked before use, and each a model that can be loaded."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,34 +225,24 @@ def save_checkpoint(
     # `save_model` saves the weights; sharded weights are also saved by Accelerate, in parts.
     hook = accelerator.register_save_state_pre_hook(lambda models, states, folder: states.clear())
     try:
-        save_model(partial)
-        accelerator.save_state(str(partial))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            (partial / PROGRESS).write_text(json.dumps(dict(progress)), encoding="utf-8")
-            if (output_dir / HISTORY).is_file():
-                shutil.copyfile(output_dir / HISTORY, partial / HISTORY)
-            files = sorted(path for path in partial.rglob("*") if path.is_file())
-            for path in files:
-                _sync(path)
-            manifest = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
-            _sync(partial / MANIFEST)
-            _sync(partial)
-            _remove(final)
-            partial.rename(final)
-            _sync(output_dir)
-    except FloatingPointError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    except Exception as error:
-        # The error may come from any library: tell what it means for the run, and which checkpoints are left.
-        shutil.rmtree(partial, ignore_errors=True)
-        kept = list_checkpoints(output_dir)
-        raise OSError(
-            f"Saving {final} failed: {error}. {f'{kept[-1]} is complete' if kept else 'There is no earlier one'}. "
-            "Make room in --output_dir, and resume by --resume_from_checkpoint latest."
-        ) from error
+        with _clear_failure(partial, final):
+            save_model(partial)
+            accelerator.save_state(str(partial))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                (partial / PROGRESS).write_text(json.dumps(dict(progress)), encoding="utf-8")
+                if (output_dir / HISTORY).is_file():
+                    shutil.copyfile(output_dir / HISTORY, partial / HISTORY)
+                files = sorted(path for path in partial.rglob("*") if path.is_file())
+                for path in files:
+                    _sync(path)
+                manifest = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
+                (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+                _sync(partial / MANIFEST)
+                _sync(partial)
+                _remove(final)
+                partial.rename(final)
+                _sync(output_dir)
     finally:
         hook.remove()
     if accelerator.is_main_process and args.checkpoints_total_limit is not None:
@@ -260,6 +251,24 @@ def save_checkpoint(
                 _remove(old)
     accelerator.wait_for_everyone()
     return final
+
+
+@contextlib.contextmanager
+def _clear_failure(partial: Path, final: Path) -> Iterator[None]:
+    """Removes the partial folder after a failure, whose error may come from any library, and says what it means for
+    the run and which checkpoint is left."""
+    try:
+        yield
+    except FloatingPointError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = list_checkpoints(final.parent)
+        raise OSError(
+            f"Saving {final} failed: {error}. {f'{kept[-1]} is complete' if kept else 'There is no checkpoint'}. "
+            "Make room in --output_dir, and resume by --resume_from_checkpoint latest."
+        ) from error
 
 
 class BestModel:
@@ -282,13 +291,17 @@ class BestModel:
         return json.loads(path.read_text())["step"] if path.is_file() else None
 
     def save(self, model: nn.Module, **why: Any) -> None:
-        """Saves a prepared model in place of the previous best one, with JSON values such as its `step`."""
+        """Saves a prepared model in place of the previous best one, with JSON values such as its `step`.
+
+        Raises FloatingPointError and OSError as [`save_checkpoint`] does.
+        """
         partial = self.folder.with_name(f".{BEST}.partial")
-        self.save_model(model, partial)
-        if self.accelerator.is_main_process:
-            write_json(partial / "best.json", why)
-            _remove(self.folder)
-            partial.rename(self.folder)
+        with _clear_failure(partial, self.folder):
+            self.save_model(model, partial)
+            if self.accelerator.is_main_process:
+                write_json(partial / "best.json", why)
+                _remove(self.folder)
+                partial.rename(self.folder)
         self.accelerator.wait_for_everyone()
 
     def load(self, model: nn.Module) -> None:

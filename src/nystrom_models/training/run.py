@@ -50,6 +50,7 @@ def start_run(args: RunArguments) -> Accelerator:
 
     Raises:
         ValueError: if `--output_dir` has checkpoints of an earlier run; with `--no_do_train`, results of a training.
+        NotADirectoryError, PermissionError: if `--output_dir` cannot be a folder to write to.
         PermissionError, ConnectionError: if the Hub would refuse the upload of `--push_to_hub`.
         ImportError: if a tracker is not installed.
     """
@@ -64,6 +65,7 @@ def start_run(args: RunArguments) -> Accelerator:
         logs = ProjectConfiguration(args.output_dir, logging_dir=os.path.join(args.output_dir, "logs"))
         options |= {"log_with": args.report_to, "project_config": logs}
     accelerator = create_accelerator(args.mixed_precision, **options)
+    _create_folder(args.output_dir)
     if args.do_train:
         make_way(args, remove=accelerator.is_main_process)
     else:
@@ -71,13 +73,24 @@ def start_run(args: RunArguments) -> Accelerator:
     if args.push_to_hub and accelerator.is_main_process:
         # Before training: otherwise a wrong token would be found only at the end.
         create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
-    os.makedirs(args.output_dir, exist_ok=True)
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()
     set_seed(args.seed)
     return accelerator
+
+
+def _create_folder(path: str) -> None:
+    """Creates `--output_dir`; raises a NotADirectoryError or a PermissionError that names the flag."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(f"--output_dir {path} is a file or lies in one: give a folder.") from error
+    except OSError as error:
+        raise PermissionError(f"--output_dir {path} cannot be created: {error.strerror}. Give another.") from error
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"--output_dir {path} is not writable: give another.")
 
 
 def _refuse_to_replace(args: RunArguments) -> None:

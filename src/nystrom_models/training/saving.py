@@ -69,6 +69,10 @@ def save_pretrained(
     if accelerator.is_main_process and tokenizer is not None:
         # AutoTokenizer loads it as the general class, which knows BERT's token types only if they are listed.
         tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
+        if tokenizer.is_fast:
+            # Left by the last call, if there was one: rows from a cache need none.
+            tokenizer.backend_tokenizer.no_truncation()
+            tokenizer.backend_tokenizer.no_padding()
         tokenizer.save_pretrained(output_dir)
     accelerator.wait_for_everyone()
 
