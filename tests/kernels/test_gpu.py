@@ -71,7 +71,9 @@ def test_sizes_of_real_models(length, count, dim, dtype):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.3), (torch.float32, 1.4e-3)], ids=str)
 def test_an_offset_of_keys_and_values_cancels(dtype, tolerance):
-    """On an H100, gradients of queries are off by 0.08 and 3.5e-4; by PyTorch's operations, by 3.9 and 4.6e-4."""
+    """On an H100, gradients of queries are off by 0.08 and 3.5e-4. PyTorch's operations on a CPU are off by 3.9 and
+    4.6e-4, and in gradients of keys by 0.34 and 1.4e-4: the pseudo-inverse amplifies the rounding of landmarks. The
+    values and taps do not pass it."""
     inputs = [(tensor + 2 * (index in (1, 2))).detach() for index, tensor in enumerate(draw_layer(2048, dtype=dtype))]
     weight = draw(3, 2, 2048, 64, dtype=dtype)
     results = []
@@ -79,8 +81,9 @@ def test_an_offset_of_keys_and_values_cancels(dtype, tolerance):
         leaves = [tensor.to(cast).requires_grad_() for tensor in inputs]
         out = function(*leaves[:3], num_landmarks=64, conv_weight=leaves[3])
         results.append(torch.autograd.grad((out * weight.to(cast)).sum(), leaves))
-    for ours, expected in zip(*results, strict=True):
-        assert relative_error(ours, expected) < tolerance
+    allowed = (tolerance, tolerance, KERNEL_TOLERANCE[dtype], KERNEL_TOLERANCE[dtype])
+    for ours, expected, most in zip(*results, allowed, strict=True):
+        assert relative_error(ours, expected) < most
 
 
 @pytest.mark.parametrize("dtype", KERNEL_TOLERANCE, ids=str)

@@ -5,13 +5,11 @@ graphs."""
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -19,23 +17,10 @@ from transformers import (
 
 from nystrom_models.data import causal_tokenizer
 from tests.compiler import needs_compiler
+from tests.models.conftest import WORDS
 from tests.models.options import language_model, make_model, relative_error
 
 FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
-WORDS = "the a cat dog sat ran on under mat table and then slept quickly big small red blue one two three".split()
-SPECIAL = ["<pad>", "<cls>", "<sep>", "<unk>", "<mask>"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    vocabulary = {token: index for index, token in enumerate(SPECIAL + WORDS)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(
-        single="<cls> $A <sep>", pair="<cls> $A <sep> $B:1 <sep>:1", special_tokens=[("<cls>", 1), ("<sep>", 2)]
-    )
-    names = {"pad_token": "<pad>", "cls_token": "<cls>", "sep_token": "<sep>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<mask>", model_max_length=64, **names)
 
 
 @pytest.fixture

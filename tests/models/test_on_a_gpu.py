@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForMaskedLM, BertConfig, BertModel, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModelForMaskedLM, BertConfig, BertModel, pipeline
 
 import nystrom_models
 from nystrom_models.interface import use_nystrom
+from tests.models.conftest import WORDS
 from tests.models.options import (
     NYSTROM,
     OPTIONS,
@@ -21,8 +21,6 @@ from tests.models.options import (
 )
 
 pytestmark = pytest.mark.gpu
-
-WORDS = "the a cat dog sat ran on under mat table and then slept quickly big small".split()
 
 FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu", "linear-causal")
 HALVES = [torch.bfloat16, torch.float16]
@@ -106,14 +104,10 @@ def test_a_compiled_model_trains_at_several_lengths(option, dynamic):
 
 
 @pytest.mark.parametrize("option", [name for name in FAMILIES if name != "linear-causal"])
-def test_a_pipeline_in_bfloat16_fills_masks(option, tmp_path):
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<mask>", "<unk>", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path)
-    make_model(option, "ForMaskedLM", vocab_size=len(vocabulary), pad_token_id=0).save_pretrained(tmp_path)
-    texts = [" ".join([*(WORDS[index % 16] for index in range(length)), "<mask>"]) for length in (1, 20, 58)]
+def test_a_pipeline_in_bfloat16_fills_masks(option, tmp_path, tokenizer):
+    make_model(option, "ForMaskedLM", vocab_size=len(tokenizer), pad_token_id=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = [" ".join([*(WORDS[index % len(WORDS)] for index in range(length)), "<mask>"]) for length in (1, 20, 58)]
     on_cpu = pipeline("fill-mask", model=str(tmp_path), device="cpu")(texts)
     on_device = pipeline("fill-mask", model=str(tmp_path), device=0, dtype=torch.bfloat16)(texts, batch_size=3)
     for ours, expected in zip(on_device, on_cpu, strict=True):

@@ -90,10 +90,9 @@ def main(arguments: list[str]) -> int:
     runs = [["-m", "not slow", *(arguments or TESTS)]]
     if not arguments:
         runs.append(["-m", "slow", KERNELS])
-    codes = [
-        subprocess.run([python, "-m", "pytest", "-q", *run], cwd=ROOT, env=environment).returncode for run in runs
-    ]
-    return max(codes)
+    command = [python, "-m", "pytest", "-q"]
+    codes = [subprocess.run([*command, *run], cwd=ROOT, env=environment).returncode for run in runs]
+    return next((code for code in codes if code), 0)  # negative if a signal ended pytest
 
 
 if __name__ == "__main__":

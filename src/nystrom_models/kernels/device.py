@@ -57,9 +57,10 @@ def why_not_on(device: torch.device) -> str | None:
 
 def why_not_in_this_graph(tensors: list[Tensor]) -> str | None:
     """Why the graph that is being recorded cannot hold kernels, or which tensors are not plain tensors."""
+    if is_compiling():
+        return None  # torch.compile accepts the operator
     if torch.compiler.is_compiling():
-        # torch.compile accepts the operator; exported graphs must also run where the operator is unknown.
-        return None if is_compiling() else "a graph is being exported, for other programs"
+        return "a graph is being exported, for other programs"  # which may not know the operator
     captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if (is_tracing(tensors[0]) and not captured) or torch._C._are_functorch_transforms_active():
         return "a graph is being recorded (torch.jit, torch.fx) or transformed, which needs PyTorch's operations"

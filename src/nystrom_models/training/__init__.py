@@ -5,7 +5,7 @@ from .arguments import DataArguments, RunArguments, parse_arguments
 from .checkpoints import CheckpointArguments, find_checkpoint, list_checkpoints
 from .distillation import TeacherArguments, with_teacher
 from .launch import create_accelerator
-from .loop import Evaluation, TrainingState, num_training_steps, train
+from .loop import Evaluation, num_training_steps, train
 from .objectives import (
     CausalObjective,
     ClassificationObjective,
@@ -19,6 +19,7 @@ from .optimization import OptimizationArguments, create_optimizer, create_schedu
 from .saving import save_pretrained
 from .scores import evaluate, predict, predict_rows
 from .selection import Goal
+from .state import TrainingState
 from .teacher import Teacher
 
 __all__ = [

@@ -224,27 +224,25 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     # `save_model` saves the weights; sharded weights are also saved by Accelerate, in parts.
     hook = accelerator.register_save_state_pre_hook(lambda models, states, folder: states.clear())
-    try:
-        with _clear_failure(partial, final):
-            save_model(partial)
-            accelerator.save_state(str(partial))
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                (partial / PROGRESS).write_text(json.dumps(dict(progress)), encoding="utf-8")
-                if (output_dir / HISTORY).is_file():
-                    shutil.copyfile(output_dir / HISTORY, partial / HISTORY)
-                files = sorted(path for path in partial.rglob("*") if path.is_file())
-                for path in files:
-                    _sync(path)
-                manifest = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
-                (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
-                _sync(partial / MANIFEST)
-                _sync(partial)
-                _remove(final)
-                partial.rename(final)
-                _sync(output_dir)
-    finally:
-        hook.remove()
+    with _clear_failure(partial, final), contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(hook.remove)
+        save_model(partial)
+        accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (partial / PROGRESS).write_text(json.dumps(dict(progress)), encoding="utf-8")
+            if (output_dir / HISTORY).is_file():
+                shutil.copyfile(output_dir / HISTORY, partial / HISTORY)
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            for path in files:
+                _sync(path)
+            manifest = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+            _sync(partial / MANIFEST)
+            _sync(partial)
+            _remove(final)
+            partial.rename(final)
+            _sync(output_dir)
     if accelerator.is_main_process and args.checkpoints_total_limit is not None:
         for old in list_checkpoints(output_dir)[: -args.checkpoints_total_limit]:
             if old != final:
@@ -259,11 +257,10 @@ def _clear_failure(partial: Path, final: Path) -> Iterator[None]:
     the run and which checkpoint is left."""
     try:
         yield
-    except FloatingPointError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, FloatingPointError):  # of weights, which room does not mend
+            raise
         kept = list_checkpoints(final.parent)
         raise OSError(
             f"Saving {final} failed: {error}. {f'{kept[-1]} is complete' if kept else 'There is no checkpoint'}. "

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from .saving import SHARDED, save_pretrained
 from .scores import Sums
 from .selection import Best, Goal
 from .signals import Signals
+from .state import TrainingState, log_evaluation, log_figures
 
 _STEPS_BETWEEN_RETURNS = 50  # of free memory
 
@@ -53,65 +54,11 @@ class Evaluation:
     threshold: float = 0.0  # smallest change that counts as an improvement
 
 
-@dataclass
-class TrainingState:
-    """The position and the figures of a training run, over all processes."""
-
-    model: nn.Module  # as prepared by Accelerate
-    step: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    skipped_steps: int = 0  # steps whose loss or gradient was not finite
-    history: list[dict[str, float]] = field(default_factory=list)
-    best: Best = field(default_factory=Best)
-    interrupted: bool = False  # by a signal, before its last step
-    stopped_early: bool = False  # because evaluations no longer improved
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens trained on per second of the whole run, without padding; the logs have the rate of the last steps."""
-        return self.num_tokens / self.seconds if self.seconds else math.nan
-
-    def figures(self) -> dict[str, float]:
-        """The figures of the training for `all_results.json`."""
-        figures = {"steps": self.step, "num_input_tokens_seen": self.num_tokens, "seconds": self.seconds}
-        figures["tokens_per_second"] = self.tokens_per_second
-        if self.skipped_steps:
-            figures["skipped_steps"] = self.skipped_steps
-        if self.best.step is not None:
-            figures["best_step"] = self.best.step
-        return figures
-
-
 def num_training_steps(loader: TrainingLoader, args: OptimizationArguments, num_processes: int = 1) -> int:
     """Optimizer steps of a run."""
     if args.max_train_steps is not None:
         return args.max_train_steps
     return max(1, math.ceil(args.num_train_epochs * loader.steps_per_epoch(num_processes)))
-
-
-def log_figures(
-    accelerator: Accelerator,
-    state: TrainingState,
-    figures: Mapping[str, float],
-    output_dir: str | Path | None = None,
-) -> None:
-    """Sends figures of the current step to the trackers, and adds them to the history, also in `output_dir`. The
-    tokens trained on so far are added, by the name that Transformers' Trainer uses."""
-    figures = {**figures, "num_input_tokens_seen": state.num_tokens}
-    accelerator.log(figures, step=state.step)
-    row = {"step": state.step, **figures}
-    state.history.append(row)
-    if output_dir is not None and accelerator.is_main_process:
-        write_json(Path(output_dir, HISTORY), [row], lines=True, append=True)
-
-
-def log_evaluation(
-    accelerator: Accelerator, state: TrainingState, metrics: Mapping[str, float], output_dir: str | Path | None = None
-) -> None:
-    """Logs held-out figures of the model at the current step, as `eval_{name}`; once, if a step is evaluated again."""
-    if not any(row["step"] == state.step and any(name.startswith("eval_") for name in row) for row in state.history):
-        log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()}, output_dir)
 
 
 class TrainingLoop:

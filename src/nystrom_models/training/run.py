@@ -25,12 +25,13 @@ from .curve import plot_history
 from .hub import IGNORED_OF_CHECKPOINTS, create_repository, push
 from .identity import HOUSEKEEPING, PLACES, flags, run_settings
 from .launch import create_accelerator
-from .loop import Evaluation, TrainingState, log_evaluation, num_training_steps, train
+from .loop import Evaluation, num_training_steps, train
 from .model_card import write_model_card
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .results import read_results, write_results
 from .selection import Goal
+from .state import TrainingState, log_evaluation
 
 Scores = Callable[[nn.Module], Mapping[str, float]]
 
