@@ -11,10 +11,11 @@ from tests.models.options import language_model
 
 CONVERTED = (
     "nystromformer-landmarks",
-    "linformer-headwise",
-    "linformer-conv",
-    "linear-hedgehog",
     "linear-causal",
+    *(
+        pytest.param(option, marks=pytest.mark.slow)
+        for option in ("linformer-headwise", "linformer-conv", "linear-hedgehog")
+    ),
 )
 
 

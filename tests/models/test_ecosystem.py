@@ -72,17 +72,25 @@ def test_text_classification_pipelines(folder):
     assert sorted(answer["labels"]) == ["cat", "dog"] and sum(answer["scores"]) == pytest.approx(1)
 
 
+NUMBER = (1, [[7.5]], lambda logits: logits)
+SEVERAL = (3, [[1.0, 0.0, 1.0]], torch.sigmoid)
+ONE = (3, [1], lambda logits: logits.softmax(-1))
+
+
 @pytest.mark.parametrize(
-    ("num_labels", "labels", "scores"),
+    ("kind", "compiled"),
     [
-        (1, [[7.5]], lambda logits: logits),
-        (3, [[1.0, 0.0, 1.0]], torch.sigmoid),
-        (3, [1], lambda logits: logits.softmax(-1)),
+        (NUMBER, False),
+        (SEVERAL, False),
+        (ONE, False),
+        (SEVERAL, True),
+        pytest.param(NUMBER, True, marks=pytest.mark.slow),
+        pytest.param(ONE, True, marks=pytest.mark.slow),
     ],
-    ids=["number", "several", "one"],
+    ids=["number", "several", "one", "several-compiled", "number-compiled", "one-compiled"],
 )
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_saved_model_tells_pipelines_what_its_labels_were(num_labels, labels, scores, compiled, tokenizer, tmp_path):
+def test_a_saved_model_tells_pipelines_what_its_labels_were(kind, compiled, tokenizer, tmp_path):
+    num_labels, labels, scores = kind
     model = make_model("linear-elu", "ForSequenceClassification", vocab_size=len(tokenizer), num_labels=num_labels)
     called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     inputs = tokenizer(sentence(9), return_tensors="pt")

@@ -87,7 +87,7 @@ CASES = [
     (Run(data="stream1"), "kill-in-a-step", 8),
     (Run(data="stream5", num_workers=1), "term", 7),
     (Run(data="stream1", num_processes=2), "term-other", 7),
-    (Run(data="stream2", num_processes=2), "kill-in-a-step", 8),
+    pytest.param(Run(data="stream2", num_processes=2), "kill-in-a-step", 8, marks=pytest.mark.slow),
     (Run("nystromformer", "stream5", 2), "kill-while-saving", 4),
 ]
 
@@ -122,7 +122,12 @@ def test_a_signal_may_ask_to_save_and_go_on(data, unstopped, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data_kind", "before", "after"), [("rows", 2, 1), ("rows", 1, 2), ("tokens", 2, 1), ("stream2", 2, 1)]
+    ("data_kind", "before", "after"),
+    [
+        ("rows", 1, 2),
+        ("tokens", 2, 1),
+        *(pytest.param(kind, 2, 1, marks=pytest.mark.slow) for kind in ("rows", "stream2")),
+    ],
 )
 def test_a_run_goes_on_on_another_number_of_processes(data_kind, before, after, data, unstopped, tmp_path):
     """The steps have the same rows, so results differ only by rounding (and by dropout, which is off here)."""
