@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page of flags for every example script that calls `parse_arguments`, made when the documentation is built.
+"""Pages of flags, made when the documentation is built: one for every example script that calls `parse_arguments`, and
+one for the command `nystrom-models`.
 
-They are read from the source of the dataclasses, so that nothing must be imported. MkDocs calls the functions whose
-names begin with `on_` (mkdocs.yml names this file under `hooks`).
+Those of the scripts are read from the source of the dataclasses, so that nothing must be imported; those of the
+command are its parser's. MkDocs calls the functions whose names begin with `on_` (mkdocs.yml names this file under
+`hooks`).
 """
 
+import argparse
 import ast
 import functools
 from pathlib import Path
@@ -13,8 +16,11 @@ from typing import Any, NamedTuple
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from nystrom_models.command_line.main import PROGRAM, make_parser
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+COMMAND = f"flags/{PROGRAM}.md"
 SOURCES = (ROOT / "src" / "nystrom_models" / "training", EXAMPLES)
 
 
@@ -110,11 +116,36 @@ def page(script: str) -> str:
     )
     for name in names:
         for group, flags in groups(name).items():
-            rows = ["| flag | default | what it does |", "| --- | --- | --- |"]
+            rows = []
             for one in flags:
-                default = "must be given" if one.default is None else f"`{one.default}`".replace("|", "\\|")
-                rows.append(f"| `--{one.name}` | {default} | {one.help.replace('|', chr(92) + '|')} |")
-            lines += [f"## {dataclasses()[group][2].rstrip('.')}", "\n".join(rows)]
+                default = "must be given" if one.default is None else f"`{one.default}`"
+                rows.append((f"`--{one.name}`", default, one.help))
+            lines += [f"## {dataclasses()[group][2].rstrip('.')}", table("flag", "default", "what it does", rows=rows)]
+    return "\n\n".join(lines) + "\n"
+
+
+def table(*columns: str, rows: list[tuple[str, ...]]) -> str:
+    """A table of Markdown."""
+    cells = [columns, ("---",) * len(columns), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def command_page() -> str:
+    """The text of the page of `nystrom-models`."""
+    parser = make_parser()
+    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    rows = [(f"[`{action.dest}`](#{action.dest})", str(action.help)) for action in subparsers._choices_actions]
+    lines = [f"# {PROGRAM}", "The command that the package installs.", table("subcommand", "what it does", rows=rows)]
+    for name, subparser in subparsers.choices.items():
+        lines += [f"## {name}", f"```text\n{subparser.format_usage()}\n{subparser.description}\n```"]
+        rows = []
+        for action in subparser._actions:
+            names = (
+                ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+            )
+            choices = f" ({', '.join(map(str, action.choices))})" if action.choices else ""
+            rows.append((names + choices, (action.help or "") % (vars(action) | {"prog": PROGRAM})))
+        lines.append(table("argument", "what it does", rows=rows))
     return "\n\n".join(lines) + "\n"
 
 
@@ -125,12 +156,13 @@ def place(script: str) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the pages to the navigation."""
     section: list[Any] = next(part["Reference"] for part in config["nav"] if "Reference" in part)
-    section.append({"Flags": [{script: place(script)} for script in scripts()]})
+    section.append({"Flags": [{PROGRAM: COMMAND}, *({script: place(script)} for script in scripts())]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages."""
+    files.append(File.generated(config, COMMAND, content=command_page()))
     for script in scripts():
         files.append(File.generated(config, place(script), content=page(script)))
     return files

@@ -244,12 +244,11 @@ FAMILIES = {
 
 
 def default_of(family, cell):
-    """The default in a cell: one for all, or that of Nyströmformer and then those of others by name."""
-    default, *others = re.split(r", (others|linear transformer) ", cell)
-    for name, other in zip(others[::2], others[1::2], strict=True):
-        if family == "LinearTransformer" or (name == "others" and family == "Linformer"):
-            default = other
-    return default
+    """The default in a cell: one for all, and perhaps that of a family by its name."""
+    default, *others = cell.split("; ")
+    names = {"Nyströmformer": "Nystromformer", "linear transformer": "LinearTransformer"}
+    of_family = {names[name]: value for name, value in (other.split(": ") for other in others)}
+    return of_family.get(family, default)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

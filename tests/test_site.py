@@ -26,6 +26,7 @@ PAGES = {
     "how-it-works": "How it works",
     "options": "Options",
     "flags/run_glue": "run_glue.py",
+    "flags/nystrom-models": "nystrom-models",
     "reference/configurations-and-models": "Configurations and models",
     "model_cards/nystromformer/base-512": "nystromformer/base-512",
 }
@@ -87,6 +88,14 @@ def test_flags_are_those_of_the_scripts(site):
         assert sorted(name for name, _ in shown) == sorted(field.name for field in fields)
         rate = next(field.default for field in fields if field.name == "learning_rate")
         assert float(re.sub("<.*?>", "", dict(shown)["learning_rate"])) == rate
+
+
+def test_the_command_has_a_page_of_all_its_flags(site):
+    page = (site / "flags" / "nystrom-models.html").read_text(encoding="utf-8")
+    for name, flags in {"convert": ["--max_length", "--feature_map"], "inspect": ["--mlm_accuracy_by_layer"]}.items():
+        part = page.partition(f'<h2 id="{name}"')[2].partition("<h2")[0]
+        for flag in ["OUT", "--traceback", *flags] if name == "convert" else flags:
+            assert f"<code>{flag}</code>" in part
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,23 @@ def test_it_comes_back(tmp_path):
         assert torch.equal(state[name][rows], expected[name][rows]), name
 
 
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForPreTraining"])
+@torch.no_grad()
+def test_without_a_pooler_or_tied_weights(head, tmp_path):
+    """As `convert` makes them of such BERTs."""
+    bert = to_bert(build(head, tie_word_embeddings=False))
+    if head == "Model":
+        bert.pooler = None
+    else:
+        bert.cls.predictions.decoder.bias.normal_()
+    bert.save_pretrained(tmp_path)
+    ours = convert(tmp_path, converted_config(tmp_path, num_landmarks=None, conv_kernel_size=None))
+    again, inputs = to_bert(ours), padded_on_the_right()
+    actual, expected = again(**inputs), ours(**inputs)
+    valid = inputs["attention_mask"].bool()
+    assert relative_error(actual[0][valid], expected[0][valid]) < TOLERANCE
+
+
 def test_weights_are_copies_of_the_same_dtype():
     ours = build("ForMaskedLM").to(torch.bfloat16)
     bert = to_bert(ours)

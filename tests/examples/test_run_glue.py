@@ -435,7 +435,9 @@ def test_the_best_model_is_left(early, checkpoint, pairs, write_rows, tmp_path, 
     assert list(held_out) == [step for step, _ in evaluations] == [*range(4, last, 4), last]
     assert held_out[last] > held_out[best] * 1.001
     assert results["validation"]["loss"] == pytest.approx(held_out[best], rel=1e-4)
-    assert f"The model of step {best} is the best one, by loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"The model of step {best} is the best one, by loss" in printed
+    assert "on 1 process (cpu): " in printed
     scored, _ = run(
         f"{tmp_path}/output", tmp_path / "again", "--task_name", "mrpc", "--validation_file", rows, "--no_do_train"
     )

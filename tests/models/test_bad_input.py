@@ -75,6 +75,11 @@ BAD_FIELDS = {
         {"projected_dim": [8, 4], "num_hidden_layers": 2},
         'share_projection="key_value"',
     ),
+    "padding that is no token": (
+        LinformerConfig,
+        {"vocab_size": 60, "pad_token_id": 60},
+        "pad_token_id=60.*vocab_size=60",
+    ),
     "unknown sharing": (LinformerConfig, {"share_projection": "all"}, "'all' is unknown: use one of none, headwise"),
     "unknown projection": (LinformerConfig, {"projection_type": "dct"}, "'dct' is unknown: use one of linear"),
     "decoder": (NystromformerConfig, {"is_decoder": True}, "is_decoder=False"),
@@ -124,6 +129,14 @@ BAD_CALLS = {
         {"input_ids": IDS, "output_attentions": True, "attention_rows": torch.zeros(2, 3, dtype=torch.long)},
         r"attention_rows has shape \(2, 3\)",
     ),
+    "rows of no map": (
+        {"input_ids": IDS, "attention_rows": torch.tensor([3])},
+        "attention_rows .*add output_attentions=True",
+    ),
+    "two divisions into documents": (
+        {"input_ids": IDS, "seq_idx": torch.zeros_like(IDS), "cu_seq_lens_q": torch.tensor([0, 3, 10])},
+        "seq_idx and cu_seq_lens_q divide the rows into different documents",
+    ),
     "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
     "cache": (
         {"input_ids": IDS, "use_cache": True},
@@ -154,6 +167,8 @@ def test_misspelt_argument_is_refused():
     [
         ("ForSequenceClassification", {"labels": torch.tensor([2])}, "raise num_labels"),
         ("ForTokenClassification", {"labels": torch.full((1, 10), -1)}, "labels must lie between 0"),
+        ("ForTokenClassification", {"labels": torch.zeros(10, 1, dtype=torch.long)}, r"labels have shape \(10, 1\)"),
+        ("ForSequenceClassification", {"labels": torch.tensor([[1.0, -100.0]])}, "must be 1 for those that it has"),
         ("ForPreTraining", {"sentence_order_label": torch.tensor([2])}, "sentence_order_label must lie"),
     ],
 )

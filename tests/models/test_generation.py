@@ -316,6 +316,24 @@ def test_what_a_state_cannot_do_is_refused_by_name():
         make_model("linear-elu", "ForCausalLM")
 
 
+def test_a_mask_of_other_columns_is_refused():
+    """As of texts that were truncated after their mask was made: which columns are meant is not known."""
+    model, (ids, _) = make(), prompts()
+    mask = torch.ones(2, 18, dtype=torch.long)
+    mask[1, 14:] = 0
+    for options in ({}, {"use_cache": False}, {"labels": ids}):
+        with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 18\), but must be .*\(2, 14\)"):
+            model(ids, attention_mask=mask, **options)
+    for options in ({}, {"use_cache": False}):
+        with pytest.raises(ValueError, match="attention_mask has 18 columns, but there are 14 tokens"):
+            greedy(model, ids, mask, **options)
+    cache = cache_of(model(ids[:, :10]))
+    with pytest.raises(ValueError, match="attention_mask has 18 columns, but must have those of the 4 new tokens"):
+        model(ids[:, 10:], attention_mask=mask, cache=cache)
+    continued = model(ids[:, 10:], attention_mask=mask[:, :14], cache=cache).logits
+    assert relative_error(continued, model(ids).logits[:, 10:]) < TOLERANCE[torch.float32]
+
+
 def test_both_names_of_a_cache():
     """Transformers 5.24 calls past_key_values cache; calls of either name give the same with any version."""
     model, (ids, _) = make(), prompts()

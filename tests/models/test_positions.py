@@ -51,6 +51,25 @@ def make_shorter(model, ids):
     return model(ids[:, :20])[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sinusoids_do_not_depend_on_the_default_dtype(dtype):
+    positions = make_model("linear-causal_sinusoidal").embeddings.position_embeddings
+    places = torch.tensor([0, 512, 513, 1_000_003])
+    rates = 10_000 ** (-2 * torch.arange((positions.width + 1) // 2, dtype=torch.float64) / positions.width)
+    angles = places[:, None] * rates
+    exact = positions.scale * torch.cat([angles.sin(), angles.cos()], dim=-1)[:, : positions.width]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = positions(places, dtype)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == dtype
+    # Angles in float32 are known to 6e-8 of their size: at a million, to a tenth.
+    known = slice(None) if dtype == torch.float64 else slice(3)
+    assert relative_error(found[known].double(), exact[known]) < {torch.bfloat16: 8e-3}.get(dtype, 5e-5)
+
+
 @pytest.mark.parametrize("option", ["linformer-mean_pool", "linformer-conv"])
 def test_slots_do_not_change_with_the_length_without_a_word(option):
     with pytest.raises(ValueError, match=r"projection_type=.*make a new model"):

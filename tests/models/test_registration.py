@@ -106,3 +106,47 @@ def test_a_class_in_a_users_own_file_names_no_files_that_are_not_there(tmp_path,
     assert advertised["AutoModelForMaskedLM"] == "users_own_model.LinformerWithMore"
     assert (tmp_path / "shared/users_own_model.py").is_file()
     assert AutoConfig.from_pretrained(tmp_path / "shared").model_type == "linformer"
+
+
+class UntiedNystromformer(nystrom_models.NystromformerForMaskedLM):
+    _tied_weights_keys = {}
+
+
+class GrandchildNystromformer(UntiedNystromformer):
+    pass
+
+
+class UntiedCausal(nystrom_models.LinearTransformerForCausalLM):
+    _tied_weights_keys = {}
+
+
+@pytest.mark.parametrize("model_class", [UntiedNystromformer, GrandchildNystromformer, UntiedCausal])
+def test_a_users_class_says_which_weights_are_tied(model_class):
+    option = "linear-causal" if model_class is UntiedCausal else "nystromformer-landmarks"
+    model = model_class(make_model(option).config)
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    parent = next(base for base in model_class.__mro__ if base.__module__.startswith("nystrom_models"))(model.config)
+    assert parent.get_output_embeddings().weight is parent.get_input_embeddings().weight
+
+
+class UsersConfig(nystrom_models.NystromformerConfig):
+    model_type = "users_nystromformer"
+
+
+class UsersClassifier(nystrom_models.NystromformerForSequenceClassification):
+    config_class = UsersConfig
+
+
+def test_a_users_class_has_a_model_type_of_its_own(tmp_path):
+    """As Transformers' guide to custom models asks for."""
+    config = UsersConfig(
+        **make_model("nystromformer-landmarks").config.to_diff_dict() | {"model_type": "users_nystromformer"}
+    )
+    model = UsersClassifier(config).eval()
+    ids = torch.randint(3, 99, (2, 30))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "users_nystromformer"
+    again = UsersClassifier.from_pretrained(tmp_path)
+    assert isinstance(again.config, UsersConfig) and torch.equal(again(ids).logits, model(ids).logits)
+    with pytest.raises(TypeError, match=r"needs a .*LinformerConfig"):
+        nystrom_models.LinformerForSequenceClassification(config)

@@ -66,7 +66,7 @@ def test_in_float32(option):
     assert relative_error(product.double(), exact) < TOLERANCE
 
 
-@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu"])
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu", "linear-causal"])
 def test_derivatives_forwards(option):
     """`torch.func.jvp` along the embeddings is what the gradient says, while the weights ask for gradients."""
     model = language_model(option, **({} if option == "linear-elu" else {"conv_kernel_size": 5})).eval()

@@ -58,7 +58,7 @@ def test_results_of_each_row_and_dropout(option):
 
 
 @pytest.mark.parametrize("part", ["query", "key", "value"])
-@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu"])
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu", "linear-causal"])
 @torch.no_grad()
 def test_models_that_differ_in_some_weights(option, part):
     model = make_model(option)

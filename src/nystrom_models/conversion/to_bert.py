@@ -46,9 +46,12 @@ def to_bert(model: PreTrainedModel) -> PreTrainedModel:
     shared = source_fields(config) | {name: getattr(config, name) for name in HEAD_FIELDS}
     known = BertConfig()
     bert_config = BertConfig(**{name: value for name, value in shared.items() if hasattr(known, name)})
-    bert = getattr(transformers, f"Bert{head}")(bert_config)
+    options = {"add_pooling_layer": model.pooler is not None} if head == "Model" else {}
+    bert = getattr(transformers, f"Bert{head}")(bert_config, **options)
     names, prefix = _names(bert, head), model.base_model_prefix + "."
     weights = {names[name.removeprefix(prefix)]: weight for name, weight in model.state_dict().items()}
+    if "cls.predictions.decoder.bias" in weights:  # without tied weights, ours has only this one of BERT's two
+        weights.setdefault("cls.predictions.bias", weights["cls.predictions.decoder.bias"])
     positions = names["embeddings.position_embeddings.weight"]
     weights[positions] = weights[positions][config.first_position :]
     bert.load_state_dict(weights)

@@ -100,12 +100,12 @@ def nystrom_attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     query, key, value = scaled_query(query, scaling), *repeated_groups(query, key, value)
     mask = key_mask_of(attention_mask, query.shape[0], query.shape[2], key.shape[2])
+    _reject_decoder(module, query, key, settings.num_landmarks)
     if query.shape[2] == key.shape[2]:
         segments = None if attention_mask is None or mask is None else segments_of(attention_mask, mask, settings)
         context = _self_attention(query, key, value, mask, dropout_p=dropout, segments=segments, **settings._asdict())
         to_map: Callable[..., Tensor] = functools.partial(nystrom_attention_map, segments=segments)
     else:
-        _reject_decoder(module, query, key, settings.num_landmarks)
         context = nystrom_cross_attention(query, key, value, mask, dropout_p=dropout, **settings._asdict())
         to_map = nystrom_cross_attention_map
     weights = to_map(query, key, mask, **settings._asdict()) if output_attentions else None
@@ -166,7 +166,7 @@ def _reject_causal(module: nn.Module, query: Tensor, attention_mask: Tensor | No
 
 
 def _reject_decoder(module: nn.Module, query: Tensor, key: Tensor, num_landmarks: int) -> None:
-    """Raises ValueError for a decoder's attention to its encoder where its landmarks would show later tokens."""
+    """Raises ValueError for a decoder's attention, as to its encoder, where its landmarks would show later tokens."""
     is_decoder = getattr(module, "is_decoder", False) or getattr(module.config, "is_decoder", False)
     if is_decoder and min(query.shape[2], key.shape[2]) > num_landmarks:
         raise ValueError(

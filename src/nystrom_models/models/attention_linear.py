@@ -169,8 +169,16 @@ def causal_product(left: Tensor, right: Tensor, values: Tensor, state: Tensor) -
     Returns: (B, H, N, E) and (B, H, F, E), in the state's dtype.
     """
     if torch.is_grad_enabled() and takes_own_gradients():
-        return _CausalProduct.apply(left, right, values, state, False)
+        return _differentiable(left, right, values, state, False)
     return _causal_product(left, right, values, state, False)
+
+
+def _differentiable(
+    left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool
+) -> tuple[Tensor, Tensor]:
+    # torch.compile refuses functions with a `jvp`.
+    function = _CausalProduct if torch.compiler.is_compiling() else _WithTangents
+    return function.apply(left, right, values, state, backwards)
 
 
 class _CausalProduct(torch.autograd.Function):
@@ -191,7 +199,7 @@ class _CausalProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, state_gradient: Tensor) -> tuple[Tensor | None, ...]:
         left, right, values, state = ctx.saved_tensors
         same, opposite = ctx.backwards, not ctx.backwards
-        product = _CausalProduct.apply
+        product = _differentiable
         with maybe_autocast(device_type=left.device.type, enabled=False):
             left_gradient, _ = product(gradient, values, right, state.transpose(-2, -1), same)
             right_gradient, _ = product(values, gradient, left, state_gradient.transpose(-2, -1), opposite)
@@ -205,11 +213,32 @@ class _CausalProduct(torch.autograd.Function):
         )
 
 
+class _WithTangents(_CausalProduct):
+    """The same, also differentiable forwards (`torch.func.jvp`)."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _CausalProduct.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:-1])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The product is linear in the left, in the right, and in the values with the state."""
+        left, right, values, state = ctx.saved_tensors
+        zeros = (torch.zeros_like(tensor) for tensor in (left, right, values, state))
+        given = zip(tangents[:4], zeros, strict=True)
+        left_, right_, values_, state_ = (zero if tangent is None else tangent for tangent, zero in given)
+        by_left, _ = _differentiable(left_, right, values, state, ctx.backwards)
+        by_right, final_by_right = _differentiable(left, right_, values, torch.zeros_like(state), ctx.backwards)
+        by_values, final_by_values = _differentiable(left, right, values_, state_, ctx.backwards)
+        return by_left + by_right + by_values, final_by_right + final_by_values
+
+
 def _causal_product(
     left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """`causal_product`; with `backwards`, the sum is over j >= i, and the state is that of the later tokens."""
-    if left.device.type != "cpu" or not depends_on_values(left):
+    if left.device.type != "cpu" or not all(map(depends_on_values, (left, right, values, state))):
         return _product_by_chunks(left, right, values, state, backwards)
     # Blocks stay in the CPU's caches, and intermediate results need the memory of only one block.
     out = state.new_empty(*left.shape[:3], values.shape[3])

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .batch import first_of_document, packed_documents
 from .configuration_base import BaseConfig
-from .input_checks import require_labels, require_one_input
+from .input_checks import require_labels, require_labels_of_tokens, require_one_input
 from .losses import IGNORED
 from .modeling_base import BasePreTrainedModel
 from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
@@ -31,7 +31,10 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._tied_weights_keys = {"lm_head.weight": f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"}
+        # A family's class; a user's subclass inherits its keys, or has its own.
+        if cls.base_model_prefix and cls._tied_weights_keys is None:
+            words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
+            cls._tied_weights_keys = {"lm_head.weight": words}
 
     def __init__(self, config: BaseConfig):
         if not config.is_decoder:
@@ -141,10 +144,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         )
 
     def _check_labels(self, labels: Tensor, states: Tensor, logits_to_keep: int | Tensor) -> None:
-        if labels.shape != states.shape[:2]:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)}, but must be (batch, length) = {tuple(states.shape[:2])}."
-            )
+        require_labels_of_tokens(labels, states)
         if not isinstance(logits_to_keep, int) or logits_to_keep:
             raise ValueError("logits_to_keep drops logits that labels need: leave out one of the two.")
         require_labels(labels, self.config.vocab_size, "labels", "vocab_size")
@@ -222,9 +222,11 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         if cache is not None and self.config.has_states:
             require_recurrent(cache, self.config.num_hidden_layers, type(self).__name__)
         seen = columns_seen(cache)
-        if seen == 0:
-            return 0
         mask = model_kwargs.get("attention_mask")
+        if seen == 0:
+            if mask is not None and mask.shape[1] != given:
+                raise ValueError(f"attention_mask has {mask.shape[1]} columns, but there are {given} tokens.")
+            return 0
         # Transformers drops a mask of ones, and keeps its length here.
         length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
         if length in (given, seen + given) and length > seen:

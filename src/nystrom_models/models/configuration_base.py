@@ -131,6 +131,11 @@ class BaseConfig(PreTrainedConfig):
             "type_vocab_size",
         ):
             require_positive(name, getattr(self, name))
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(
+                f"pad_token_id={self.pad_token_id} is not a token of vocab_size={self.vocab_size}: use a smaller one, "
+                "or None."
+            )
         if self.max_position_embeddings is not None:
             require_positive("max_position_embeddings", self.max_position_embeddings)
         if self.embedding_size is not None:

@@ -70,8 +70,9 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """position_ids: (...) int64 -> (..., E) of this dtype."""
-        pair = torch.arange((self.width + 1) // 2, device=position_ids.device)
-        angles = position_ids[..., None] * torch.exp(pair * (-2 * math.log(10_000) / self.width))
+        precise = torch.promote_types(dtype, torch.float32)
+        pair = torch.arange((self.width + 1) // 2, dtype=precise, device=position_ids.device)
+        angles = position_ids[..., None].to(precise) * torch.exp(pair * (-2 * math.log(10_000) / self.width))
         waves = torch.cat([angles.sin(), angles.cos()], dim=-1)[..., : self.width]
         return (self.scale * waves).to(dtype)
 

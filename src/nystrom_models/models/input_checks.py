@@ -33,6 +33,14 @@ def require(condition: Tensor, message: str) -> None:
         torch._assert_async(condition, message)
 
 
+def require_labels_of_tokens(labels: Tensor, states: Tensor) -> None:
+    """Raises ValueError unless labels are (B, N), one for each of the states or logits (B, N, ...)."""
+    if labels.shape != states.shape[:2]:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, but must be (batch, length) = {tuple(states.shape[:2])}."
+        )
+
+
 def require_labels(labels: Tensor, size: int, name: str, field: str, ignore_index: int = -100) -> None:
     """Raises ValueError unless labels lie between 0 and size - 1, or are `ignore_index`."""
     inside = ((labels >= 0) & (labels < size)) | (labels == ignore_index)
@@ -218,20 +226,35 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
         )
 
 
-def key_mask(attention_mask: Tensor | None, batch: int, length: int, has_cache: bool = False) -> Tensor | None:
+def check_same_documents(seq_idx: Tensor, others: Tensor | None) -> None:
+    """Raises ValueError unless both divide a batch into the same documents."""
+    if others is None or others.shape != seq_idx.shape:
+        return
+    same = (seq_idx.diff(dim=-1) != 0) == (others.diff(dim=-1) != 0).to(seq_idx.device)
+    require(same.all(), "seq_idx and cu_seq_lens_q divide the rows into different documents: leave out one of them.")
+
+
+def key_mask(attention_mask: Tensor | None, batch: int, length: int, seen: Tensor | None = None) -> Tensor | None:
     """The (B, N) bool mask of an `attention_mask` of ones and zeros of any dtype; None for None.
 
-    With a cache it may be longer than N: the columns of earlier tokens come first, and are cut off.
+    seen: (B, 2) int64, the tokens and the columns that a cache has seen; None if it has seen none. The mask may then
+        begin with these columns, which are cut off.
 
     Raises ValueError for a mask of another shape, or one that holds scores to be added.
     """
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != batch or not (shape[1] == length or (has_cache and shape[1] > length)):
+    if len(shape) != 2 or shape[0] != batch or not (shape[1] == length or (seen is not None and shape[1] > length)):
         raise ValueError(
             f"attention_mask has shape {shape}, but must be (batch, length) = {(batch, length)}: 1 at tokens and 0 at "
             "padding. This attention takes no masks for pairs of tokens, such as causal masks."
+        )
+    if seen is not None and shape[1] > length:
+        require(
+            seen[0, 1] == shape[1] - length,
+            f"attention_mask has {shape[1]} columns, but must have those of the {length} new tokens, or before them "
+            "one for each column that the cache has seen.",
         )
     attention_mask = attention_mask[:, -length:]
     mask = attention_mask != 0

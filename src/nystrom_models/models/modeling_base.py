@@ -24,6 +24,7 @@ from .input_checks import (
     check_inputs,
     check_length,
     check_positions,
+    check_same_documents,
     key_mask,
     reject_arguments,
     reject_cache,
@@ -102,6 +103,12 @@ class BasePreTrainedModel(PreTrainedModel):
         return next((root for root in roots if getattr(root, "config_class", None) is not None), None)
 
     @classmethod
+    def _config_class_of_the_family(cls) -> type[BaseConfig]:
+        """The family's configuration, of which a user's own may be a subclass with another `model_type`."""
+        family = cls.family()
+        return BaseConfig if family is None else family.config_class
+
+    @classmethod
     def is_of_the_family(cls) -> bool:
         """Whether this class is defined in the file of its family, and not in a user's own."""
         family = cls.family()
@@ -109,8 +116,9 @@ class BasePreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: BaseConfig, *args: Any, **kwargs: Any):
         wanted = self.config_class
-        # Compared by model_type and not by class: code that travels with a checkpoint is imported more than once.
-        if config.model_type != wanted.model_type or not hasattr(config, "first_position"):
+        # Also by model_type and not only by class: code that travels with a checkpoint is imported more than once.
+        same_type = config.model_type == wanted.model_type and hasattr(config, "first_position")
+        if not (same_type or isinstance(config, self._config_class_of_the_family())):
             raise TypeError(
                 f"{type(self).__name__} needs a {wanted.__module__}.{wanted.__name__}, but config is a "
                 f"{type(config).__module__}.{type(config).__name__}: make one by "
@@ -294,7 +302,7 @@ class BaseModel(BasePreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
-        mask = key_mask(attention_mask, *shape, has_cache=cache is not None)
+        mask = key_mask(attention_mask, *shape, seen)
         if seen is not None and output_attentions:
             raise ValueError(
                 f"output_attentions needs all tokens at once, but {CACHE} holds only a sum over earlier tokens: use "
@@ -304,6 +312,8 @@ class BaseModel(BasePreTrainedModel):
         packed_positions = position_ids if attention_mask is None and cache is None else None
         if seq_idx is None:
             seq_idx = packed_documents(shape, cu_seq_lens_q, packed_positions if self.config.is_decoder else None)
+        elif cu_seq_lens_q is not None:
+            check_same_documents(seq_idx, packed_documents(shape, cu_seq_lens_q, None))
         if seq_idx is not None:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
         elif packed_positions is not None and not self.config.is_decoder:
@@ -317,9 +327,11 @@ class BaseModel(BasePreTrainedModel):
         check_length(shape[1] if seq_idx is None else batch.rows[1], limit)
         if seen is not None and position_ids is None and limit is not None:
             check_positions(batch.positions, limit)
+        if attention_rows is not None:
+            if not output_attentions:
+                raise ValueError("attention_rows chooses rows of the attention maps: add output_attentions=True.")
+            check_attention_rows(attention_rows, *shape)
         if output_attentions:
-            if attention_rows is not None:
-                check_attention_rows(attention_rows, *shape)
             batch.maps = AttentionMaps(None if attention_rows is None else batch.rank_of(attention_rows))
         embeddings = self.embeddings(inputs, batch, token_type_ids, position_ids)
         last, states = self.encoder(embeddings, batch, bool(output_hidden_states))

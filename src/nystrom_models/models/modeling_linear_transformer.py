@@ -116,6 +116,11 @@ class LinearTransformerSelfAttention(SelfAttention):
             # The context is computed from the map that is returned, so that gradients reach the map.
             context = attention_map @ value
         elif causal:
+            if self.config._attn_implementation not in ("sdpa", "eager", KERNELS):
+                raise ValueError(
+                    f'attn_implementation="{self.config._attn_implementation}" is not called by a causal model: use '
+                    '"sdpa" or "eager".'
+                )
             context = attend_causally(query, key, value, batch.mask, eager=self.is_eager)
         else:
             by_softmax = attend if self.config._attn_implementation == KERNELS else self.softmax_attention

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
-from .input_checks import reject_documents, require_labels
+from .input_checks import reject_documents, require_labels, require_labels_of_tokens
 from .layers import activation
 from .losses import cross_entropy, without_padding
 from .modeling_base import BaseModelOutput, BasePreTrainedModel
@@ -103,11 +103,13 @@ class BaseWithLMHead(BasePreTrainedModel):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
-        cls._tied_weights_keys = {
-            "cls.predictions.decoder.weight": words,
-            "cls.predictions.decoder.bias": "cls.predictions.bias",
-        }
+        # A family's class; a user's subclass inherits its keys, or has its own.
+        if cls.base_model_prefix and cls._tied_weights_keys is None:
+            words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
+            cls._tied_weights_keys = {
+                "cls.predictions.decoder.weight": words,
+                "cls.predictions.decoder.bias": "cls.predictions.bias",
+            }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -138,11 +140,7 @@ class BaseWithLMHead(BasePreTrainedModel):
         states, pooled = outputs.last_hidden_state, outputs.pooler_output
         ignore = self.config.sparse_pred_ignore_index
         if labels is not None:
-            if labels.shape != states.shape[:2]:
-                raise ValueError(
-                    f"labels have shape {tuple(labels.shape)}, but must be (batch, length) = "
-                    f"{tuple(states.shape[:2])}."
-                )
+            require_labels_of_tokens(labels, states)
             require_labels(labels, self.config.vocab_size, "labels", "vocab_size", ignore)
             labels = without_padding(labels, attention_mask, ignore).to(states.device)
         places = None

@@ -17,7 +17,14 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
-from .input_checks import reject_documents, require_labels, require_one_input, require_pairs
+from .input_checks import (
+    reject_documents,
+    require,
+    require_labels,
+    require_labels_of_tokens,
+    require_one_input,
+    require_pairs,
+)
 from .layers import activation
 from .losses import IGNORED, binary_cross_entropy, cross_entropy, squared_error, without_padding
 from .modeling_base import BasePreTrainedModel
@@ -111,6 +118,10 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         if problem_type == "regression":
             return squared_error(logits, labels, num_items_in_batch)
         if problem_type == "multi_label_classification":
+            require(
+                ((labels >= 0) & (labels <= 1)).all(),
+                "labels of several classes a row must be 1 for those that it has and 0 for all others.",
+            )
             return binary_cross_entropy(logits, labels, num_items_in_batch)
         require_labels(labels, self.num_labels, "labels", "num_labels")
         return cross_entropy(logits, labels, num_items_in_batch)
@@ -171,6 +182,7 @@ class BaseForTokenClassification(BasePreTrainedModel):
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
+            require_labels_of_tokens(labels, logits)
             require_labels(labels, self.num_labels, "labels", "num_labels")
             loss = cross_entropy(logits, without_padding(labels, attention_mask), num_items_in_batch)
         return TokenClassifierOutput(

@@ -159,10 +159,13 @@ def train_model(
         The position of the run. After a signal it is interrupted, and only a checkpoint has been saved.
     """
     processes = accelerator.num_processes
+    where = accelerator.device.type
+    if accelerator.mixed_precision != "no":
+        where += f", {accelerator.mixed_precision}"
     steps = num_training_steps(loader, optimization, processes)
     accelerator.print(
         f"Training for {steps:,} steps of {loader.step_size(processes)} on {processes} "
-        f"process{'es' if processes > 1 else ''}: {loader.summary(steps, processes)}"
+        f"process{'es' if processes > 1 else ''} ({where}): {loader.summary(steps, processes)}"
     )
     upload = args.push_to_hub and args.hub_strategy == "every_save" and accelerator.is_main_process
     state = train(
