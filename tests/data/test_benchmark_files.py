@@ -62,6 +62,7 @@ def test_a_changed_file_is_read_again(write, tmp_path):
     ("text", "message"),
     [
         ("a O\nb\n", r"a.conll, line 2: 1 columns, but the first line has 2"),
+        ("a\tO\nb\t\n", r"a.conll, line 2: the label of 'b' is empty"),
         ("a\n", r"a.conll, line 1: 1 columns, but a word and its label are needed"),
         ("\n\n", "hold no rows"),
     ],

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
+
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
@@ -36,6 +38,13 @@ def test_truncation(strategy, kept, tokenizer):
         "attention_mask": [5, 7],
         "token_type_ids": [5, 7],
     }
+
+
+def test_head_is_the_head_whatever_side_the_tokenizer_cuts(tokenizer):
+    left = copy.deepcopy(tokenizer)
+    left.truncation_side = "left"
+    cut = [classification_dataset(dataset(label=[0, 1]), each, 7)["input_ids"][:] for each in (tokenizer, left)]
+    assert cut[0] == cut[1] and left.truncation_side == "left"
 
 
 def test_windows_have_the_label_of_their_document(tokenizer):
@@ -172,6 +181,11 @@ def test_missing_labels_of_several_are_refused(labels, message):
         ({"label": ["a", "b"]}, {"regression": True}, "must hold numbers"),
         ({"label": [0.5, float("nan")]}, {"regression": True}, "not finite"),
         ({"label": [0, 1]}, {"text_column": "label"}, "'label' .* must hold text, but holds int64"),
+        (
+            {"label": [0, 1], "many": [["a"], ["b"]]},
+            {"text_column": "many"},
+            "'many' .* must hold text, but holds List",
+        ),
         ({"label": [0, 1]}, {"max_length": 2}, "--max_length"),
     ],
 )

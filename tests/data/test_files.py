@@ -119,6 +119,8 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         ("rows.csv", b"text,label\na,1,2\nb,2,3\n", r"rows\.csv, line 2: 3 fields, but the header has 2"),
         ("rows.csv", b'text,label\n"a,1\nb,2\n', r"rows\.csv, line 3: unexpected end of data"),
         ("rows.csv", b"text,label\n", r"--test_file contain no rows"),
+        # pandas leaves the empty line out, and all later rows would get other numbers.
+        ("rows.csv", b"text\na\n\nb\n", r"rows\.csv, line 3: empty"),
         ("rows.txt", b"a\n\xff\n", r"rows\.txt, line 2: not UTF-8"),
         ("rows.txt", b"", r"rows\.txt, given by --test_file, is empty"),
         ("rows.jsonl.gz", b"plain", r"rows\.jsonl\.gz is damaged"),
@@ -146,3 +148,35 @@ def test_a_missing_file_and_mixed_formats(tmp_path):
         load_files([path, tmp_path / "absent.jsonl"])
     with pytest.raises(ValueError, match="must have one format"):
         load_files([path, write(tmp_path / "rows.csv", ROWS)])
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "run[1]/a.jsonl", "?.jsonl", "a*.jsonl"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_name_is_not_a_pattern(name, streaming, tmp_path):
+    for other in ("a1.jsonl", "run1/a.jsonl", "b.jsonl"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        write(tmp_path / other, [{"text": "another file"}])
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write(tmp_path / name, [{"text": "this file"}])
+    assert [row["text"] for row in load_files(tmp_path / name, streaming=streaming)] == ["this file"]
+
+
+@pytest.mark.parametrize("name", ["dates.json", "dates.jsonl", "dates.jsonl.gz"])
+def test_texts_that_look_like_dates_stay_texts(name, tmp_path):
+    rows = [
+        {"label": "2024-01-31", "text": "a\u2028b", "at": None, "number": 1},
+        {"label": "2025-06-30", "text": "c", "at": "2024-01-31T10:00:00", "number": 2},
+    ]
+    text = (
+        json.dumps(rows)
+        if name == "dates.json"
+        else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    )
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    loaded = load_files([tmp_path / name, tmp_path / name], cache_dir=tmp_path / "cache")
+    assert list(loaded) == rows * 2 and loaded.column_names == list(rows[0])
+
+
+def test_empty_lines_at_the_end_are_no_rows(tmp_path):
+    (tmp_path / "rows.csv").write_text("text\na\nb\n\n\n")
+    assert load_files(tmp_path / "rows.csv", cache_dir=tmp_path / "cache")["text"][:] == ["a", "b"]

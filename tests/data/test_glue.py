@@ -43,6 +43,9 @@ def test_metrics_of_several_labels():
     references, predictions = [[1, 1, 0], [1, 0, 0], [0, 1, 0]], [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
     result = load_metric("multi_label").compute(predictions=predictions, references=references)
     assert result == pytest.approx({"micro_f1": 6 / 8, "macro_f1": (1 + 2 / 3 + 0) / 3, "exact_match": 1 / 3})
+    # A single class that few rows have and that is never found is no success.
+    result = load_metric("multi_label").compute(predictions=[[0]] * 10, references=[[1], *[[0]] * 9])
+    assert result == pytest.approx({"micro_f1": 0, "macro_f1": 0, "exact_match": 0.9})
 
 
 @pytest.mark.parametrize("values", [([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0])], ids=["one row", "a constant"])

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
 import random
 from itertools import islice
 
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nystrom_models.data import RowLoader, classification_dataset, eval_dataloader
+from nystrom_models.training.loop import num_training_steps
+from nystrom_models.training.optimization import OptimizationArguments
 
 LENGTHS = random.Random(0).choices(range(1, 200), k=1003)
 
@@ -110,6 +113,23 @@ def test_steps_of_tokens(lengths, tokens, first, processes, grouped):
     again = list(islice(loader._plans(processes, 0, plans[0][first].rows), 29 - first))
     assert again == plans[0][first + 1 :]
     assert loader.steps_per_epoch() == total / tokens
+    if grouped and processes == 1:
+        ends = [plan.rows for plan in plans[0]]
+        steps = ends.index(len(lengths)) + 1 if len(lengths) in ends else None
+        assert steps is None or steps <= -(-total // tokens)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "steps"), [([7] * 70 + [57], 512, 2), ([64] * 14, 256, 4), (LENGTHS, 256, None)]
+)
+def test_an_epoch_of_grouped_steps_has_as_many_as_the_run_takes(lengths, tokens, steps):
+    loader = RowLoader(dataset(lengths), collate, 4, tokens_per_step=tokens, group_by_length=True)
+    plans = list(islice(loader._plans(1, 0, 0), 2 + math.ceil(sum(lengths) / tokens)))
+    number = num_training_steps(loader, OptimizationArguments(num_train_epochs=1))
+    assert plans[number - 1].rows == len(lengths) and number == (steps or number)
+    # In floating-point numbers, 1.1 · 50 is more than 55.
+    rows = RowLoader(dataset([8] * 400), collate, 8)
+    assert num_training_steps(rows, OptimizationArguments(num_train_epochs=1.1)) == 55
 
 
 def test_steps_of_rows_of_one_length_have_as_many_tokens():

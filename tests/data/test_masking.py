@@ -9,6 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import OneHotEncoder
 
 from nystrom_models.data import PretrainingCollator, pretraining_dataset
+from nystrom_models.data.tokenization import train_character_tokenizer
 from tests.data.test_pretraining import byte_level_tokenizer
 
 MAX_LENGTH = 48
@@ -89,6 +90,18 @@ def test_masking_statistics(rows, tokenizer):
     random_hits = 0.1 / len(tokenizer)
     assert within((replaced == tokenizer.mask_token_id).float().mean(), 0.8 + random_hits, number)
     assert within((replaced == original[predicted]).float().mean(), 0.1 + random_hits, number)
+
+
+def test_no_special_token_takes_a_place_at_random():
+    """Of a tokenizer of characters, more than half of the tokens are special."""
+    bases = train_character_tokenizer(["ACGT" * 9] * 4)
+    texts = Dataset.from_dict({"text": ["ACGT" * 400]})
+    rows = list(pretraining_dataset(texts, bases, MAX_LENGTH, sentence_order=False))
+    batch = PretrainingCollator(bases, mask_replace_prob=0.0, random_replace_prob=1.0, sentence_order=False)(rows)
+    placed = batch["input_ids"][batch["labels"] != -100]
+    assert len(placed) > 100 and not set(placed.tolist()) & set(bases.all_special_ids)
+    shares = torch.bincount(placed, minlength=len(bases))[-4:] / len(placed)
+    assert all(within(share, 0.25, len(placed)) for share in shares)
 
 
 def test_whole_words_are_masked_together(tokenizer):

@@ -162,6 +162,8 @@ CONTEXT = "Ünïcode: the array is a batch."
         ([{"text": ["array"], "answer_start": [14]}], "Row 1 .*'answers.answer_start' is 14, .*'rray '.*it is at 13"),
         ([{"text": ["list"], "answer_start": [13]}], "it is not in the context"),
         ([{"text": ["array"], "answer_start": [-1]}], "is -1"),
+        ([{"text": ["array"], "answer_start": [None]}], "Row 1 .* must be the number of a character, but is None"),
+        ([{"text": ["array"], "answer_start": [13.0]}], "Row 1 .* must be the number of a character, but is 13.0"),
         ([{"text": [" "], "answer_start": [8]}], "Row 1 .* has an empty answer"),
         ([{"text": ["array"], "answer_start": []}], "lists 'text' and 'answer_start', of the same length, but row 1"),
         ([{"text": ["array"]}], "must hold an object with the lists"),

@@ -283,7 +283,34 @@ def test_a_grid_does_not_take_over_results_of_other_flags_or_data(checkpoint, pa
     assert changed["validation"] != whole["validation"] and scored() == changed
     weights = load_file(model / "model.safetensors")
     save_file({name: 2 * weight for name, weight in weights.items()}, model / "model.safetensors", {"format": "pt"})
-    assert scored()["validation"]["loss"] != changed["validation"]["loss"]
+    scaled = scored()
+    assert scaled["validation"]["loss"] != changed["validation"]["loss"]
+    # The same vocabulary, but capitals are unknown.
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    Path(rows).write_text(
+        "".join(json.dumps(row | {"sentence1": row["sentence1"].replace("good", "GOOD")}) + "\n" for row in pairs(64))
+    )
+    unknown = scored()
+    tokenizer["normalizer"]["lowercase"] = True
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert scored()["validation"]["loss"] != unknown["validation"]["loss"]
+
+
+def test_weights_in_half_precision_are_trained_in_float32(checkpoint, pairs, write_rows, tmp_path):
+    """In bfloat16, AdamW's steps at this rate would be rounded away."""
+    model, rows = shutil.copytree(checkpoint, tmp_path / "model"), write_rows(pairs(64))
+    before = {name: weight.bfloat16() for name, weight in load_file(model / "model.safetensors").items()}
+    save_file(before, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (model / "config.json").write_text(json.dumps(config))
+    options = ["--task_name", "mrpc", "--train_file", rows, "--validation_file", rows, "--max_train_steps", "4"]
+    run(str(model), tmp_path, *options, "--learning_rate", "1e-5")
+    after = load_file(tmp_path / "output" / "model.safetensors")
+    assert all(weight.dtype == torch.float32 for weight in after.values())
+    changed = [(after[name] != before[name].float()).float().mean() for name in before if "encoder" in name]
+    assert len(changed) > 10 and min(changed) > 0.9
 
 
 def test_the_best_point_of_a_regression_is_that_of_the_least_error(checkpoint, write_rows, filler, tmp_path, capsys):

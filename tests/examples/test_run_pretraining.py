@@ -13,8 +13,16 @@ import train_tokenizer
 import yaml
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertConfig, BertForPreTraining
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoTokenizer,
+    BertConfig,
+    BertForPreTraining,
+)
 from transformers import pipeline as hf_pipeline
 
 from nystrom_models import LinformerForPreTraining, NystromformerForPreTraining
@@ -78,6 +86,22 @@ def run(corpus, output, *options, family="nystromformer", steps=10):
     AcceleratorState._reset_state(reset_partial_state=True)
     results = run_pretraining.main([*paths, *OPTIONS, "--max_train_steps", str(steps), *options])
     return results, [json.loads(line) for line in Path(output, "history.jsonl").read_text().splitlines()]
+
+
+def test_weights_in_half_precision_are_trained_in_float32(corpus, tmp_path):
+    config = AutoConfig.from_pretrained(f"{corpus}/nystromformer.json", vocab_size=200)
+    AutoModelForPreTraining.from_config(config).bfloat16().save_pretrained(tmp_path / "half")
+    options = ["--model_name_or_path", f"{tmp_path}/half", "--tokenizer_name", f"{corpus}/tokenizer"]
+    options += ["--train_file", f"{corpus}/train.txt", "--cache_dir", f"{corpus}/cache"]
+    run_pretraining.main([*options, *OPTIONS, "--max_train_steps", "2", "--output_dir", f"{tmp_path}/run"])
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+
+
+def test_padding_beyond_the_model_is_refused(corpus, tmp_path):
+    message = "--pad_to_multiple_of 36 pads rows of --max_length 48 to more than the model's 64 tokens: use .* 36"
+    with pytest.raises(ValueError, match=message):
+        run(corpus, tmp_path, "--pad_to_multiple_of", "36")
 
 
 def losses(history):

@@ -243,3 +243,12 @@ def test_positions_count_from_where_the_family_says(option, first):
         model(IDS, position_ids=positions - 1)
     with pytest.raises(ValueError, match="position_ids must lie between"):
         model(IDS, position_ids=positions + 60)
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-headwise", "linear-relu"])
+def test_a_batch_of_empty_texts_is_no_error(option):
+    """As tokenizers without special tokens make it; it has no token to compute."""
+    inputs = {"input_ids": torch.zeros(2, 0, dtype=torch.long), "attention_mask": torch.zeros(2, 0)}
+    assert make_model(option, "ForMaskedLM")(**inputs).logits.shape == (2, 0, 99)
+    logits = make_model(option, "ForSequenceClassification", classifier_pooling="mean")(**inputs).logits
+    assert logits.isfinite().all()

@@ -15,6 +15,7 @@ def test_the_best_of_all_spans_up_to_a_length(length, longest, n_best, seed):
     start, end = (torch.randn(2, length, generator=generator) for _ in range(2))
     mask = torch.rand(2, length, generator=generator) > 0.3
     first, last = best_spans(start, end, mask, n_best, longest)
+    assert first.shape == last.shape == (2, n_best)  # on all processes, whatever the lengths of their rows
     for row in range(2):
         spans = [
             (float(start[row, a] + end[row, b]), a, b)

@@ -58,6 +58,7 @@ def test_wrong_values_are_refused(items, message):
     ("kind", "item"),
     [
         (TextClassificationArguments, "train_file=a.csv,b.csv"),
+        (TextClassificationArguments, "mixed_precision=no,bf16"),
         (TextClassificationArguments, "label_column_name=a,b"),
         (TextClassificationArguments, "do_regression=true,false"),
         (TokenClassificationArguments, "label_all_tokens=true,false"),
@@ -135,3 +136,11 @@ def test_all_values_are_checked_before_the_first_run(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="--learning_rate must be positive"):
         run(tmp_path, monkeypatch, [], ["learning_rate=1e-3,-1"])
     assert not list(tmp_path.iterdir())
+
+
+def test_steps_of_more_processes_are_another_run(monkeypatch, tmp_path):
+    scores = [{"pearson": 0.5, "loss": 1.0}] * 3
+    assert run(tmp_path, monkeypatch, scores, ["seed=0"])[1] == ["seed=0"]
+    assert run(tmp_path, monkeypatch, scores, ["seed=0"])[1] == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(tmp_path, monkeypatch, scores, ["seed=0"])[1] == ["seed=0"]

@@ -13,7 +13,7 @@ import torch
 from datasets import ClassLabel, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from .rows import make_rows
+from .rows import cutting_on_the_right, make_rows
 from .unknown_text import check_known_documents
 from .windows import window_starts
 
@@ -236,7 +236,8 @@ def _check_texts(
         )
     for column in text_columns:
         require_column(dataset, column, where)
-        if (dtype := dataset.features[column].dtype) not in ("string", "large_string"):
+        dtype = getattr(dataset.features[column], "dtype", dataset.features[column])
+        if dtype not in ("string", "large_string"):
             raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
 
 
@@ -340,6 +341,7 @@ def _cut_by_tokenizer(
     texts: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> dict[str, list]:
     """As [`_tokenized`]; of a pair, the longer text is cut first."""
+    tokenizer = cutting_on_the_right(tokenizer)
     encoded = tokenizer(*texts, truncation=True, max_length=max_length, verbose=False)
     rows = dict(encoded)
     full = [i for i, row in enumerate(rows["input_ids"]) if len(row) >= max_length]

@@ -46,6 +46,8 @@ def _sentences(
                 raise ValueError(
                     f"{path}, line {number}: {len(fields)} columns, but {wanted}; an empty line ends a sentence."
                 )
+            if len(fields) > 1 and not fields[-1]:
+                raise ValueError(f"{path}, line {number}: the label of {fields[0]!r} is empty.")
             words.append(fields[0])
             labels.append(fields[-1])
         if words:

@@ -3,6 +3,7 @@
 
 import codecs
 import csv
+import glob
 import gzip
 import json
 import os
@@ -139,7 +140,8 @@ def _load(
     load = partial(
         load_dataset,
         builder,
-        data_files={"train": [os.path.abspath(name) for name in names]},
+        # To `datasets`, * ? [ and ] in a name stand for other characters.
+        data_files={"train": [glob.escape(os.path.abspath(name)) for name in names]},
         split="train",
         cache_dir=None if cache_dir is None else os.fspath(cache_dir),
         streaming=streaming,
@@ -165,6 +167,8 @@ def check_files(names: Sequence[str], flag: str) -> None:
     for name in names:
         if not os.path.isfile(name):
             raise FileNotFoundError(f"{flag} {name} is not a file.")
+        if "::" in os.path.abspath(name):
+            raise ValueError(f"{flag} {name}: `datasets` cannot read files with :: in their path. Rename it.")
 
 
 def rows_of_files(
@@ -261,6 +265,41 @@ def load_files(
     if longer or (ending in (".csv", ".tsv") and dataset.data.column(dataset.column_names[-1]).null_count):
         for name in names:
             _check_lines(name)
+    if ending in (".csv", ".tsv") and len(dataset.column_names) == 1:
+        for name in names:
+            _refuse_empty_lines(name)
+    if ending in (".json", ".jsonl"):
+        dataset = _with_texts_of_dates(dataset, names)
     if len(dataset) == 0:
         raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.")
     return dataset
+
+
+def _refuse_empty_lines(path: str) -> None:
+    """Raises a ValueError for an empty line in a table of one column, which pandas would leave out: all later rows
+    would get other numbers. At the end of the file, empty lines are no rows."""
+    empty = None
+    for number, line in enumerate(decoded_lines(path), start=1):
+        if line.strip("\r\n"):
+            if empty is not None:
+                raise ValueError(f'{path}, line {empty}: empty. Remove the line, or write "" for a missing value.')
+        elif empty is None:
+            empty = number
+
+
+def _with_texts_of_dates(dataset: Dataset, names: Sequence[str]) -> Dataset:
+    """The reader of JSON makes times of texts such as 2024-01-31; here they are the texts of the files again."""
+    dates = [name for name, column in dataset.features.items() if str(getattr(column, "dtype", "")).startswith("time")]
+    if not dates:
+        return dataset
+    rows: list[dict[str, Any]] = []
+    for path in names:
+        lines = [line for line in decoded_lines(path) if line.strip()]
+        listed = file_ending(path) == ".json" and lines[0].lstrip().startswith("[")
+        rows += json.loads("".join(lines)) if listed else map(json.loads, lines)
+    columns = dataset.column_names
+    dataset = dataset.remove_columns(dates)
+    for name in dates:
+        texts = pa.array([row.get(name) for row in rows], pa.string())
+        dataset = concatenate_datasets([dataset, Dataset(pa.table({name: texts}))], axis=1)
+    return dataset.select_columns(columns)

@@ -193,11 +193,15 @@ class RowLoader:
         """Steps of rows of similar length, in random order; rows are sorted among those of every 50 steps."""
         assert self.tokens_per_step is not None
         steps: list[np.ndarray] = []
+        tokens_before = 0
         blocks = max(1, round(self.num_tokens / (GROUPED_STEPS * self.tokens_per_step)))
         for block in np.array_split(rows, blocks):
             block = block[np.argsort(self.lengths[block], kind="stable")]
             lengths = self.lengths[block]
-            number = max(1, round(lengths.sum() / self.tokens_per_step))
+            # So that the steps of all blocks are those of an epoch.
+            ends = [-(-tokens // self.tokens_per_step) for tokens in (tokens_before, tokens_before + lengths.sum())]
+            tokens_before += lengths.sum()
+            number = max(1, ends[1] - ends[0])
             # The same number of tokens in each, up to a part of a row.
             borders = lengths.sum() * np.arange(1, number) / number
             parts = np.split(block, np.searchsorted(np.cumsum(lengths), borders))

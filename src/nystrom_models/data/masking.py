@@ -102,7 +102,11 @@ class PretrainingCollator:
         random = places[
             (draws >= self.mask_replace_prob) & (draws < self.mask_replace_prob + self.random_replace_prob)
         ]
-        replaced[random] = rng.integers(len(self._ordinary), size=len(random))
+        drawn = rng.integers(len(self._ordinary), size=len(random))
+        # Special tokens are drawn again: of a small vocabulary, they are a large part.
+        special = ~self._ordinary[drawn]
+        drawn[special] = rng.choice(np.flatnonzero(self._ordinary), size=special.sum())
+        replaced[random] = drawn
         return replaced
 
     def _example(self, row: Mapping[str, Any]) -> tuple[list[np.ndarray], int]:

@@ -67,6 +67,11 @@ def require_answers(dataset: Dataset, version_2: bool, where: str) -> None:
                 f"Row {number} of {where} has no answer: give --version_2_with_negative if some questions have none."
             )
         for text, start in answers:
+            if isinstance(start, bool) or not isinstance(start, int):
+                raise ValueError(
+                    f"Row {number} of {where}: 'answers.answer_start' must be the number of a character, but is "
+                    f"{start!r}."
+                )
             if not text or not text.strip():
                 raise ValueError(
                     f"Row {number} of {where} has an empty answer in 'answers.text': leave the list empty if there "

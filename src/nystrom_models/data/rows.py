@@ -61,6 +61,13 @@ def make_rows(
     return rows.add_column("index", range(len(rows)))
 
 
+def cutting_on_the_right(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer that keeps the beginning of long texts, whatever side the given one cuts."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.truncation_side = "right"
+    return tokenizer
+
+
 def padding_on_the_right(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy of a tokenizer for batches whose rows are read by the places of their tokens, which padding on the left
     would move. The given one, which is saved with the model, stays as it is."""

@@ -23,8 +23,8 @@ def best_spans(
         max_answer_length: the largest number of tokens of a span.
 
     Returns:
-        First and last token, each (B, K) int64, best first; K is `n_best`, or less if there are not so many tokens.
-        If the context has fewer spans, the positions of the others are -1.
+        First and last token, each (B, n_best) int64, best first. If the context has fewer spans, the positions of the
+        others are -1.
     """
     lowest = -math.inf
     start = start_logits.masked_fill(~context_mask, lowest)
@@ -35,7 +35,8 @@ def best_spans(
     first = places // max_answer_length
     last = first + places % max_answer_length
     found = scores > lowest
-    return first.where(found, -1), last.where(found, -1)
+    missing = (0, n_best - scores.shape[1])
+    return F.pad(first.where(found, -1), missing, value=-1), F.pad(last.where(found, -1), missing, value=-1)
 
 
 @dataclass

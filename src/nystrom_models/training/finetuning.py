@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
@@ -16,8 +17,9 @@ from ..checkpoint import load_tokenizer
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
-from .identity import HOUSEKEEPING, PLACES, data_digest, flags, model_settings, weights_digest
+from .identity import HOUSEKEEPING, PLACES, data_digest, encoding_digest, flags, model_settings, weights_digest
 from .language_modeling import override, read_config, row_length, row_loader, shapes_of_overrides
+from .launch import launched_processes
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .results import validation_metrics
@@ -46,10 +48,11 @@ class FinetuningOptimizationArguments(OptimizationArguments):
 class FinetuningArguments(RunArguments, DataArguments, ABC):
     """Model, data and output of any task, under the names of Transformers' example scripts."""
 
-    # Flags that are read once, before the first run of a grid: the data and what they mean, and the output.
+    # Flags that are read once, before the first run of a grid: the data and what they mean, the output, and the
+    # precision of the process.
     not_in_a_grid: ClassVar[frozenset[str]] = frozenset(
         "output_dir grid keep_best_only hub_model_id cache_dir dataset_name dataset_config_name validation_split"
-        " train_file validation_file test_file".split()
+        " train_file validation_file test_file mixed_precision".split()
     )
 
     model_name_or_path: str | None = field(
@@ -185,6 +188,7 @@ class FinetuningRun(ABC):
                 config=self.config,
                 ignore_mismatched_sizes=args.ignore_mismatched_sizes,
                 output_loading_info=True,
+                dtype=torch.float32,  # half precision would round most updates away
                 trust_remote_code=args.trust_remote_code,
             )
         if not args.do_train and loaded["missing_keys"]:
@@ -321,6 +325,7 @@ def content_digests(args: FinetuningArguments, splits: Mapping[str, Dataset]) ->
     return {
         "data": {split: data_digest(dataset) for split, dataset in splits.items()},
         "model": None if start is None else weights_digest(start, config),
+        "tokenizer": encoding_digest(tokenizer),
         **model_settings(config, tokenizer),
     }
 
@@ -328,8 +333,14 @@ def content_digests(args: FinetuningArguments, splits: Mapping[str, Dataset]) ->
 def finetuning_identity(
     args: FinetuningArguments, optimization: OptimizationArguments, content: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything that determines the results of a run: its flags, and [`content_digests`]."""
-    return {"flags": flags(args, optimization, leave_out=HOUSEKEEPING | PLACES), **content}
+    """Everything that determines the results of a run: its flags, [`content_digests`], and the number of processes,
+    by which a step has more rows."""
+    processes, _ = launched_processes()
+    return {
+        "flags": flags(args, optimization, leave_out=HOUSEKEEPING | PLACES),
+        **content,
+        **({"processes": processes} if processes > 1 else {}),
+    }
 
 
 def finetune(

@@ -132,6 +132,18 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
+# Case, accents, numbers, punctuation, white space, other writing systems, and a combined character.
+_PROBE = "The NAÏVE café's 3,141.59 costs\tdon't—“quoted”  e\u0301 東京 Москва \U0001f642\n[x]_y/z-w "
+
+
+def encoding_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of how a tokenizer encodes a text and a pair of texts: of its normalization, its way of dividing words,
+    its merges and its special tokens."""
+    texts = ((_PROBE,), (_PROBE, _PROBE.upper()))
+    encoded = [tokenizer(*text, truncation=False, verbose=False)["input_ids"] for text in texts]
+    return hashlib.sha256(repr([*encoded, vocabulary_digest(tokenizer)]).encode()).hexdigest()
+
+
 def model_settings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The configuration and the vocabulary of a model, for the settings of a run."""
     fields = {name: value for name, value in config.to_dict().items() if name not in NOT_OF_THE_MODEL}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
 
+import torch
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from huggingface_hub.errors import StrictDataclassError
@@ -180,7 +181,9 @@ def load_weights_from(auto_class: Any, args: LanguageModelingArguments, config: 
         ValueError: if it is to be evaluated as it is, and lacks weights.
     """
     with shapes_of_overrides(args, config):
-        model, loaded = auto_class.from_pretrained(args.model_name_or_path, config=config, output_loading_info=True)
+        # Half precision would round most updates away.
+        options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+        model, loaded = auto_class.from_pretrained(args.model_name_or_path, **options)
     require_pretrained(args, loaded["missing_keys"])
     return model
 

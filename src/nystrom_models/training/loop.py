@@ -58,7 +58,8 @@ def num_training_steps(loader: TrainingLoader, args: OptimizationArguments, num_
     """Optimizer steps of a run."""
     if args.max_train_steps is not None:
         return args.max_train_steps
-    return max(1, math.ceil(args.num_train_epochs * loader.steps_per_epoch(num_processes)))
+    # 1.1 epochs of 50 steps are 55 steps, but 1.1 * 50 is a little more.
+    return max(1, math.ceil(args.num_train_epochs * loader.steps_per_epoch(num_processes) - 1e-6))
 
 
 class TrainingLoop:

@@ -132,7 +132,7 @@ def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     model, report = convert(args.model_name_or_path, config, head="ForPreTraining", return_report=True, compare=False)
     if AutoConfig.from_pretrained(args.model_name_or_path).model_type == config.model_type:
         require_pretrained(args, report.new)
-    return model
+    return model.float()  # half precision would round most updates away
 
 
 def _teacher(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> Teacher | None:
@@ -160,6 +160,17 @@ def _masked_example(tokenizer: PreTrainedTokenizerBase) -> str | None:
     known = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
     text = tokenizer.decode(known[:8])
     return f"{text}{tokenizer.mask_token}{text}"
+
+
+def _check_padding(args: PretrainingArguments, config: BaseConfig) -> None:
+    """Raises ValueError if padding would make rows longer than the model takes."""
+    longest, multiple = config.max_position_embeddings, args.pad_to_multiple_of
+    assert args.max_length is not None
+    if multiple is not None and longest is not None and -(-args.max_length // multiple) * multiple > longest:
+        raise ValueError(
+            f"--pad_to_multiple_of {multiple} pads rows of --max_length {args.max_length} to more than the model's "
+            f"{longest} tokens: use --max_length {longest // multiple * multiple}, or another multiple."
+        )
 
 
 def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
@@ -256,6 +267,7 @@ def pretrain(
     config = _config(args, tokenizer)
     length = row_length("--max_length", args.max_length, config.max_position_embeddings, config)
     args = replace(args, max_length=length)
+    _check_padding(args, config)
     tokenizer.model_max_length = config.max_position_embeddings or args.max_length
     held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import evaluate
+import numpy as np
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 
@@ -42,13 +43,21 @@ def _correlation(correlate: Callable[..., Any], references: Sequence[float], pre
     return correlate(references, predictions)[0] if len(references) > 1 else math.nan
 
 
+def _f1(references: Any, predictions: Any, average: str) -> float:
+    """The mean F1 of the classes, or that of all together. Rows of several classes hold a 1 or 0 for each."""
+    if np.ndim(references) == 2 and np.shape(references)[1] == 1:
+        # scikit-learn takes a single column for two classes, 0 and 1.
+        references, predictions, average = np.ravel(references), np.ravel(predictions), "binary"
+    return f1_score(references, predictions, average=average, zero_division=0)
+
+
 # Scores by name, each a function of references and predictions.
 _SCORES = {
     "accuracy": accuracy_score,
     "f1": f1_score,
     "exact_match": accuracy_score,
-    "macro_f1": lambda references, predictions: f1_score(references, predictions, average="macro", zero_division=0),
-    "micro_f1": lambda references, predictions: f1_score(references, predictions, average="micro", zero_division=0),
+    "macro_f1": partial(_f1, average="macro"),
+    "micro_f1": partial(_f1, average="micro"),
     "matthews_correlation": matthews_corrcoef,
     "mse": mean_squared_error,
     "pearson": partial(_correlation, pearsonr),
