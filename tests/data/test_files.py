@@ -180,3 +180,5 @@ def test_texts_that_look_like_dates_stay_texts(name, tmp_path):
 def test_empty_lines_at_the_end_are_no_rows(tmp_path):
     (tmp_path / "rows.csv").write_text("text\na\nb\n\n\n")
     assert load_files(tmp_path / "rows.csv", cache_dir=tmp_path / "cache")["text"][:] == ["a", "b"]
+    (tmp_path / "rows.csv").write_text('text\n"a\n\nb"\nc\n')
+    assert load_files(tmp_path / "rows.csv", cache_dir=tmp_path / "cache")["text"][:] == ["a\n\nb", "c"]

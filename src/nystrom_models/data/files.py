@@ -267,7 +267,7 @@ def load_files(
             _check_lines(name)
     if ending in (".csv", ".tsv") and len(dataset.column_names) == 1:
         for name in names:
-            _refuse_empty_lines(name)
+            _refuse_empty_lines(name, _TSV if ending == ".tsv" else {})
     if ending in (".json", ".jsonl"):
         dataset = _with_texts_of_dates(dataset, names)
     if len(dataset) == 0:
@@ -275,16 +275,17 @@ def load_files(
     return dataset
 
 
-def _refuse_empty_lines(path: str) -> None:
+def _refuse_empty_lines(path: str, options: dict[str, Any]) -> None:
     """Raises a ValueError for an empty line in a table of one column, which pandas would leave out: all later rows
     would get other numbers. At the end of the file, empty lines are no rows."""
+    csv.field_size_limit(LARGEST_FIELD)
+    reader = csv.reader(decoded_lines(path), **options)
     empty = None
-    for number, line in enumerate(decoded_lines(path), start=1):
-        if line.strip("\r\n"):
-            if empty is not None:
-                raise ValueError(f'{path}, line {empty}: empty. Remove the line, or write "" for a missing value.')
-        elif empty is None:
-            empty = number
+    for row in reader:
+        if row and empty is not None:
+            raise ValueError(f"{path}, line {empty}: empty. Remove the line, or write a text there.")
+        if not row and empty is None:
+            empty = reader.line_num
 
 
 def _with_texts_of_dates(dataset: Dataset, names: Sequence[str]) -> Dataset:

@@ -105,7 +105,8 @@ class PretrainingCollator:
         drawn = rng.integers(len(self._ordinary), size=len(random))
         # Special tokens are drawn again: of a small vocabulary, they are a large part.
         special = ~self._ordinary[drawn]
-        drawn[special] = rng.choice(np.flatnonzero(self._ordinary), size=special.sum())
+        if special.any():
+            drawn[special] = rng.choice(np.flatnonzero(self._ordinary), size=special.sum())
         replaced[random] = drawn
         return replaced
 
