@@ -8,8 +8,12 @@ writes a row for each piece: its text on one line, all other columns of its docu
 in the column document. Cut training and test documents separately, so that no document is in both.
 """
 
+import datetime
+import gzip
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Value
@@ -53,6 +57,8 @@ class CutArguments:
                 )
         if not self.output_file.endswith((".jsonl", ".jsonl.gz")):
             raise ValueError(f"--output_file must end in .jsonl or .jsonl.gz, but is {self.output_file}.")
+        if Path(self.output_file).resolve() in (Path(path).resolve() for path in self.input_file):
+            raise ValueError(f"--output_file {self.output_file} is one of --input_file, whose texts would be lost.")
 
 
 def pieces(text: str, num_words: int, skip_words: int = 0, max_pieces: int | None = None) -> Iterator[str]:
@@ -66,6 +72,38 @@ def pieces(text: str, num_words: int, skip_words: int = 0, max_pieces: int | Non
         yield " ".join(words[start : start + num_words])
 
 
+def as_json(value: Any) -> str:
+    """For values of other formats that JSON has not: dates are texts."""
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    raise ValueError(f"--input_file has a column with {str(value)[:40]!r}, which JSON cannot hold: leave it out.")
+
+
+def write_lines(rows: Dataset, path: str) -> None:
+    """Writes a JSON object a line, with all digits of numbers."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # An error leaves an older file as it is.
+    part = Path(f"{path}.part")
+    try:
+        with (
+            gzip.open(part, "wt", encoding="utf-8")
+            if path.endswith(".gz")
+            else open(part, "w", encoding="utf-8") as out
+        ):
+            out.writelines(json.dumps(row, ensure_ascii=False, default=as_json) + "\n" for row in rows)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def whole_labels(documents: Dataset, label: str) -> Dataset:
+    """The numbers of classes as integers: a missing one makes a column of a table floating-point."""
+    given = [value for value in documents[label] if value is not None]
+    if documents.features[label].dtype.startswith("float") and all(value.is_integer() for value in given):
+        return documents.cast_column(label, Value("int64"))
+    return documents
+
+
 def main(args: Sequence[str] | None = None) -> Dataset:
     """Runs the script with command-line arguments, and returns the pieces that it wrote."""
     (arguments,) = parse_arguments((CutArguments,), args, __doc__)
@@ -73,8 +111,11 @@ def main(args: Sequence[str] | None = None) -> Dataset:
     size = (arguments.num_words, arguments.skip_words, arguments.max_pieces)
     documents = load_files(arguments.input_file, "--input_file", arguments.cache_dir)
     require_column(documents, text, "--input_file")
+    if (kind := getattr(documents.features[text], "dtype", "lists")) not in ("string", "large_string"):
+        raise ValueError(f"--text_column_name {text} must name a column of texts, but it holds {kind}.")
     if label is not None:
         require_column(documents, label, "--input_file", values=False)
+        documents = whole_labels(documents, label)
     if "document" in documents.column_names:
         raise ValueError("--input_file has a column 'document', where the documents' numbers go: rename it.")
 
@@ -89,7 +130,7 @@ def main(args: Sequence[str] | None = None) -> Dataset:
         raise ValueError(f"No document has {labelled}more than --skip_words {arguments.skip_words} words.")
     features = Features({**documents.features, "document": Value("int64")})
     found = Dataset.from_generator(rows, features, cache_dir=arguments.cache_dir)
-    found.to_json(arguments.output_file)
+    write_lines(found, arguments.output_file)
     used = len(found.unique("document"))
     print(f"{len(found):,} pieces of {used:,} documents in {arguments.output_file}", end="")
     print(f"; {left:,} documents left out." if (left := len(documents) - used) else ".")

@@ -207,6 +207,7 @@ def draw_pathfinder(path: str, seed: int = 0) -> None:
         for place, pixels in zip(axes, found[label], strict=False):
             place.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
             place.set_axis_off()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=128, pil_kwargs={"optimize": True})
     pyplot.close(figure)
 

@@ -162,6 +162,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
         for baseline, values in results[name].items():
             print(f"  {baseline:<26}" + ", ".join(f"{metric} {value:.4f}" for metric, value in values.items()))
     if arguments.output_file is not None:
+        Path(arguments.output_file).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.output_file).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return results
 

@@ -27,6 +27,7 @@ from nystrom_models.data import (
 from nystrom_models.data.classification import require_column
 from nystrom_models.data.unknown_text import check_known_documents
 from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.run import create_folder
 
 
 @dataclass(kw_only=True)
@@ -66,13 +67,15 @@ class TokenizerArguments:
     def __post_init__(self):
         if (self.dataset_name is None) == (self.train_file is None):
             raise ValueError("Give documents to train on with either --train_file or --dataset_name.")
-        if self.max_train_samples is not None and self.max_train_samples < 1:
-            raise ValueError(f"--max_train_samples must be at least 1, but is {self.max_train_samples}.")
+        for name in ("max_train_samples", "vocab_size", "min_frequency", "max_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, but is {value}.")
 
 
 def main(args: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
     """Runs the script with command-line arguments, and returns the tokenizer that it saved."""
     (arguments,) = parse_arguments((TokenizerArguments,), args, __doc__)
+    create_folder(arguments.output_dir)
     if arguments.train_file is not None:
         documents = load_files(arguments.train_file, "--train_file", arguments.cache_dir, arguments.streaming)
     else:

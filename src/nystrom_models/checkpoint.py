@@ -88,3 +88,14 @@ def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedT
             f"{str(name)!r} has no tokenizer: save one there with tokenizer.save_pretrained(), or give another one."
         )
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
+    """Writes a tokenizer that, loaded by AutoTokenizer, returns the same inputs."""
+    # AutoTokenizer loads it as the general class, which knows BERT's token types only if they are listed.
+    tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
+    if tokenizer.is_fast:
+        # Left by the last call, if there was one: rows from a cache need none.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(folder)

@@ -9,7 +9,7 @@ import sys
 import onnxruntime
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertTokenizer
 
 from nystrom_models.command_line.main import main
 from nystrom_models.data import train_tokenizer
@@ -54,6 +54,21 @@ def test_an_earlier_quantized_file_does_not_stay(folder, tmp_path, monkeypatch):
     model, tokenizer = load_for_export(folder / "model", None), AutoTokenizer.from_pretrained(folder / "model")
     assert deployment.export_folder(model, tokenizer, tmp_path) == {"onnx": tmp_path / "model.onnx"}
     assert not (tmp_path / "model_quantized.onnx").exists()
+
+
+def test_configuration_and_tokenizer_are_those_of_the_exported_model(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)
+    model = load_for_export(folder / "model", "fill-mask")
+    model.config.architectures = ["LinformerForPreTraining"]  # as the checkpoint was saved
+    tokenizer = BertTokenizer.from_pretrained(folder / "model")
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    deployment.export_folder(model, tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LinformerForMaskedLM"]
+    for code in config.get("auto_map", {}).values():
+        assert (tmp_path / f"{code.split('.')[0]}.py").is_file()
+    encoded = AutoTokenizer.from_pretrained(tmp_path)(TEXT)
+    assert set(encoded) == set(deployment.model_inputs(tokenizer)) and len(encoded["input_ids"]) > 8
 
 
 @torch.no_grad()

@@ -107,6 +107,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(folder, tmp_path, capsys):
     [
         (["--lengths", "100"], "--lengths has 100, but the model takes at most 64 tokens"),
         (["--lengths", "2"], "--lengths 2: A row of 2 tokens has room only"),
+        (["--max_rows", "2", "--lengths", "32"], "--max_rows 2: A row of 2 tokens has room only"),
         (["--num_landmarks", "0"], "--num_landmarks must be"),
         (["--error", "2"], "--error must lie between 0 and 1"),
         (["--max_rows", "1"], "--max_rows must be at least 2"),

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import datetime
 import json
 from itertools import pairwise
 
 import cut_documents
 import pytest
 import run_imdb
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,6 +98,34 @@ def test_wrong_input_is_refused(books, write_rows, tmp_path):
         cut(books, "--num_words", "5", "--text_column_name", "body")
     with pytest.raises(ValueError, match="No document has more than --skip_words 10000 words"):
         cut(books, "--num_words", "5", "--skip_words", "10000")
+    with pytest.raises(ValueError, match="must name a column of texts, but it holds int64"):
+        cut(write_rows([{"text": 7}]), "--num_words", "5")
+    with pytest.raises(ValueError, match="is one of --input_file, whose texts would be lost"):
+        cut(books, "--num_words", "5", output=books)
     with pytest.raises(ValueError, match="a column 'document'"):
         cut(write_rows([{"text": "a", "document": 7}]), "--num_words", "5")
     assert not list(tmp_path.iterdir())
+
+
+def test_other_columns_stay_as_they_are(tmp_path):
+    day = datetime.datetime(2024, 1, 31, 10)
+    columns = {"text": ["a b", "c"], "label": [2e-11, 0.12345678901234], "when": [day, None], "big": [2**60, 1]}
+    Dataset.from_dict(columns).to_parquet(tmp_path / "rows.parquet")
+    path = tmp_path / "new" / "pieces.jsonl"
+    flags = ["--num_words", "2", "--cache_dir", str(tmp_path / "cache"), "--output_file", str(path)]
+    cut_documents.main(["--input_file", str(tmp_path / "rows.parquet"), *flags])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["label"] for row in rows] == columns["label"] and [row["big"] for row in rows] == columns["big"]
+    assert [row["when"] for row in rows] == ["2024-01-31T10:00:00", None]
+    Dataset.from_dict({"text": ["a b"], "bytes": [b"\xff"]}).to_parquet(tmp_path / "bytes.parquet")
+    with pytest.raises(ValueError, match="which JSON cannot hold: leave it out"):
+        cut_documents.main(["--input_file", str(tmp_path / "bytes.parquet"), *flags])
+    assert len(path.read_text().splitlines()) == 2 and len(list(path.parent.iterdir())) == 1
+
+
+def test_classes_of_a_table_with_a_missing_one_stay_numbers(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label\na b,1\nc d,\ne f,0\n")
+    flags = ["--input_file", str(tmp_path / "rows.csv"), "--num_words", "2", "--label_column_name", "label"]
+    cut_documents.main([*flags, "--cache_dir", str(tmp_path), "--output_file", str(tmp_path / "pieces.jsonl")])
+    assert [json.loads(line)["label"] for line in (tmp_path / "pieces.jsonl").open()] == [1, 0]
+    assert '"label": 1,' in (tmp_path / "pieces.jsonl").read_text()

@@ -480,9 +480,21 @@ def test_a_stream_needs_its_number_of_steps(corpus, tmp_path):
         run_pretraining.main([*paths, *OPTIONS, "--streaming", "--max_eval_samples", "10"])
 
 
-def test_a_tokenizer_needs_one_source(corpus, tmp_path):
+def test_what_no_tokenizer_can_be_trained_by(corpus, tmp_path):
     with pytest.raises(ValueError, match="either --train_file or --dataset_name"):
         train_tokenizer.main(["--output_dir", str(tmp_path)])
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b"}\n{"text": null}\n')
+    options = ["--train_file", f"{tmp_path}/rows.jsonl", "--cache_dir", f"{tmp_path}/cache"]
+    for name in ("max_length", "min_frequency", "vocab_size"):
+        with pytest.raises(ValueError, match=f"--{name} must be at least 1, but is 0"):
+            train_tokenizer.main([*options, "--output_dir", f"{tmp_path}/new", f"--{name}", "0"])
+    with pytest.raises(NotADirectoryError, match="is a file or lies in one: give a folder"):
+        train_tokenizer.main([*options, "--output_dir", f"{tmp_path}/rows.jsonl"])
+    for kind in ("wordpiece", "character", "byte_level_bpe"):
+        with pytest.raises(ValueError, match="'text' has a document without a text"):
+            train_tokenizer.main(
+                [*options, "--streaming", "--tokenizer_type", kind, "--output_dir", f"{tmp_path}/new"]
+            )
 
 
 def test_both_families_are_pretrained(trained):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import ast
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, metadata_load
 
 import nystrom_models
+from nystrom_models.data import train_tokenizer
 from nystrom_models.training.model_card import TEMPLATE, model_card, write_model_card
 from tests.models.options import make_model
 
@@ -105,6 +107,28 @@ def test_every_field_finds_its_place(tmp_path):
         r'model({"text": "One text", "text_pair": "The \"other\" text"})',
     ):
         assert part in card.text, part
+
+
+@pytest.mark.parametrize("problem_type", ["regression", "multi_label_classification"])
+def test_a_model_that_reads_pairs_apart_gives_its_numbers(problem_type, tmp_path, capsys):
+    tokenizer = train_tokenizer(["one two three"] * 4, model_max_length=16, show_progress=False)
+    labels = {"num_labels": 1} if problem_type == "regression" else {"num_labels": 3}
+    model = make_model(
+        "linear-elu",
+        "ForSequenceClassification",
+        dual_encoder=True,
+        problem_type=problem_type,
+        vocab_size=len(tokenizer),
+        **labels,
+    )
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text = model_card(tmp_path, data="Pairs.", example=("one two", "three"), hub_model_id=str(tmp_path)).text
+    exec(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0], {})
+    pair = tokenizer(["one two", "three"], padding=True, return_tensors="pt")
+    logits = model(**{name: tensor[None] for name, tensor in pair.items()}).logits[0].tolist()
+    printed = ast.literal_eval(capsys.readouterr().out)
+    assert printed == pytest.approx(dict(zip(model.config.id2label.values(), logits, strict=True)), abs=1e-6)
 
 
 def test_a_causal_model_of_any_length(tmp_path):

@@ -11,8 +11,14 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
-from safetensors.torch import load_file
-from transformers import AutoModelForPreTraining, AutoTokenizer, DataCollatorWithPadding
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForPreTraining,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+)
 
 from nystrom_models.data import PretrainingCollator, RowLoader, classification_dataset, eval_dataloader
 from nystrom_models.training import (
@@ -29,6 +35,7 @@ from nystrom_models.training import (
     train,
 )
 from nystrom_models.training.optimization import OPTIMIZERS, SCHEDULES
+from nystrom_models.training.saving import load_weights
 from tests.training import two_processes
 from tests.training.models import FAMILIES, tiny_model
 
@@ -239,6 +246,26 @@ def test_saved_model_and_tokenizer_are_loaded(examples, tokenizer, tmp_path):
     batch = PretrainingCollator(AutoTokenizer.from_pretrained(tmp_path))([examples[0]])
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).loss, model.eval()(**batch).loss)
+
+
+def test_a_bert_with_old_names_of_weights_is_saved_with_its_own(tokenizer, tmp_path):
+    """As google-bert's checkpoints have them, which Transformers would otherwise write again."""
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    old = {
+        name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): w
+        for name, w in load_file(file).items()
+    }
+    save_file(old, file, {"format": "pt"})
+    model, report = BertForSequenceClassification.from_pretrained(tmp_path / "old", output_loading_info=True)
+    assert not report["missing_keys"]
+    save_pretrained(create_accelerator(), model, tokenizer, tmp_path / "new")
+    with torch.no_grad():
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        model.bert.embeddings.LayerNorm.weight.zero_()
+    load_weights(model, tmp_path / "new")
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 def test_optimizer_and_schedule(tokenizer):

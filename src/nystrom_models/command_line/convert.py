@@ -50,7 +50,7 @@ def by_layer(text: str) -> Any:
 
 
 def feature_map(text: str) -> str | None:
-    return None if text == "none" else text
+    return None if text.lower() == "none" else text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

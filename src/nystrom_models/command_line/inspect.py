@@ -229,6 +229,10 @@ def _calls(
         try:
             calls += token_rows(texts, tokenizer, length, arguments.max_samples)
         except ValueError as error:
+            if length not in lengths:
+                raise ValueError(
+                    f"--max_rows {length}: {error} Raise it, or give more text in --text_file."
+                ) from error
             raise ValueError(
                 f"--lengths {length}: {error} Give shorter --lengths, or more text in --text_file."
             ) from error

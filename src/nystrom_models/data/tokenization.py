@@ -37,7 +37,10 @@ class TextBatches:
 
     def __iter__(self) -> Iterator[list[str]]:
         for batch in self.dataset.iter(self.batch_size):
-            yield list(batch[self.column])
+            texts = list(batch[self.column])
+            if None in texts:
+                raise ValueError(f"The column {self.column!r} has a document without a text: leave it out.")
+            yield texts
 
 
 def _in_parts(texts: Iterable[str] | Iterable[list[str]]) -> Iterator[list[str]]:

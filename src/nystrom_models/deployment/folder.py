@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint as a folder for ONNX Runtime: the model in float32 and in 8 bits, configuration and tokenizer."""
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
 
-from ..checkpoint import load_complete
+from ..checkpoint import load_complete, save_tokenizer
 from ..models.configuration_base import BaseConfig
 from .onnx import INPUT_NAMES, export_onnx, require_packages
 
@@ -58,6 +60,19 @@ def model_inputs(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [name for name in tokenizer.model_input_names if name in INPUT_NAMES]
 
 
+def _save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Writes the configuration of the exported model, with references only to code that is in the folder."""
+    model.config.save_pretrained(folder)
+    path = folder / CONFIG_NAME
+    fields = json.loads(path.read_text(encoding="utf-8")) | {"architectures": [type(model).__name__]}
+    if "auto_map" in fields:
+        there = {
+            name: code for name, code in fields["auto_map"].items() if (folder / f"{code.split('.')[0]}.py").is_file()
+        }
+        fields["auto_map"] = there
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def export_folder(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -83,8 +98,8 @@ def export_folder(
     folder = Path(folder)
     names = model_inputs(tokenizer) if input_names is None else input_names
     path = export_onnx(model, folder / "model.onnx", input_names=names, opset_version=opset_version, verify=True)
-    model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _save_config(model, folder)
+    save_tokenizer(tokenizer, folder)
     files = {"onnx": path}
     (folder / "model_quantized.onnx").unlink(missing_ok=True)  # of an earlier export, maybe of another model
     if quantize:

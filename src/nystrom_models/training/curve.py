@@ -101,6 +101,7 @@ def plot_history(
                 axes.plot(*held_out, "o--", color=color, markersize=4, linewidth=1, label=label)
         axes.set(xlabel=AXES[x], ylabel=_LABELS[name])
     _add_legend(figure, panel_axes[0])
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
 
@@ -137,4 +138,5 @@ def plot_scores(
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.minorticks_off()
     _add_legend(figure, panel_axes[0])
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)

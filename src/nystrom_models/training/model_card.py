@@ -62,8 +62,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({name}{options})
 model = AutoModelForSequenceClassification.from_pretrained({name}{options})
 texts = tokenizer({example}, padding=True, return_tensors="pt")
-logits = model(**{{name: tensor[None] for name, tensor in texts.items()}}).logits
-print(model.config.id2label[int(logits.argmax())])"""
+logits = model(**{{name: tensor[None] for name, tensor in texts.items()}}).logits[0]
+print(dict(zip(model.config.id2label.values(), logits.tolist())))"""
 
 # A pipeline reads no windows.
 _WINDOWS = """\

@@ -66,14 +66,15 @@ def start_run(args: RunArguments) -> Accelerator:
         logs = ProjectConfiguration(args.output_dir, logging_dir=os.path.join(args.output_dir, "logs"))
         options |= {"log_with": args.report_to, "project_config": logs}
     accelerator = create_accelerator(args.mixed_precision, **options)
-    _create_folder(args.output_dir)
+    create_folder(args.output_dir)
     if args.do_train:
         make_way(args, remove=accelerator.is_main_process)
     else:
         _refuse_to_replace(args)
     if args.push_to_hub and accelerator.is_main_process:
         # Before training: otherwise a wrong token would be found only at the end.
-        create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
+        # The full name, for the model card.
+        args.hub_model_id = create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
@@ -82,7 +83,7 @@ def start_run(args: RunArguments) -> Accelerator:
     return accelerator
 
 
-def _create_folder(path: str) -> None:
+def create_folder(path: str) -> None:
     """Creates `--output_dir`; raises a NotADirectoryError or a PermissionError that names the flag."""
     try:
         os.makedirs(path, exist_ok=True)

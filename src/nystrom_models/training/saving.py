@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from ..checkpoint import save_tokenizer
 from .lora import has_lora, load_trained, merged_weights, save_trained
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -63,17 +64,17 @@ def save_pretrained(
     """
     state = weights(accelerator, model)
     bare = bare_model(accelerator, model)
-    bare.save_pretrained(output_dir, is_main_process=accelerator.is_main_process, state_dict=state)
+    bare.save_pretrained(
+        output_dir,
+        is_main_process=accelerator.is_main_process,
+        state_dict=state,
+        # Otherwise, a BERT that was loaded from a checkpoint with older names of weights would be saved with them.
+        save_original_format=False,
+    )
     if accelerator.is_main_process and has_lora(bare):
         save_trained(bare, output_dir)
     if accelerator.is_main_process and tokenizer is not None:
-        # AutoTokenizer loads it as the general class, which knows BERT's token types only if they are listed.
-        tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
-        if tokenizer.is_fast:
-            # Left by the last call, if there was one: rows from a cache need none.
-            tokenizer.backend_tokenizer.no_truncation()
-            tokenizer.backend_tokenizer.no_padding()
-        tokenizer.save_pretrained(output_dir)
+        save_tokenizer(tokenizer, output_dir)
     accelerator.wait_for_everyone()
 
 
