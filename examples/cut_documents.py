@@ -85,11 +85,7 @@ def write_lines(rows: Dataset, path: str) -> None:
     # An error leaves an older file as it is.
     part = Path(f"{path}.part")
     try:
-        with (
-            gzip.open(part, "wt", encoding="utf-8")
-            if path.endswith(".gz")
-            else open(part, "w", encoding="utf-8") as out
-        ):
+        with (gzip.open if path.endswith(".gz") else open)(part, "wt", encoding="utf-8") as out:
             out.writelines(json.dumps(row, ensure_ascii=False, default=as_json) + "\n" for row in rows)
         part.replace(path)
     finally:

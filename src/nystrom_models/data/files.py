@@ -78,13 +78,17 @@ def _check_lines(path: str) -> None:
     """Raises a ValueError with file and line number if a line of the file is malformed."""
     ending = file_ending(path)
     if ending in (".json", ".jsonl"):
-        first = next(decoded_lines(path), "")
-        (_check_json_list if ending == ".json" and first.lstrip().startswith("[") else _check_json_lines)(path)
+        (_check_json_list if _is_json_list(path) else _check_json_lines)(path)
     elif ending in (".csv", ".tsv"):
-        _check_table(path, _TSV if ending == ".tsv" else {})
+        _check_table(path)
     elif ending != ".parquet":
         for _ in decoded_lines(path):
             pass
+
+
+def _is_json_list(path: str) -> bool:
+    """Whether a .json file is one list of rows, and not an object a line."""
+    return file_ending(path) == ".json" and next(filter(str.strip, decoded_lines(path)), "").lstrip().startswith("[")
 
 
 def _check_json_list(path: str) -> None:
@@ -108,9 +112,14 @@ def _check_json_lines(path: str) -> None:
                 raise ValueError(f"{path}, line {number}: must be a JSON object, but is {line.strip()[:40]!r}.")
 
 
-def _check_table(path: str, options: dict[str, Any]) -> None:
+def _table(path: str, **options: Any) -> Any:
+    """The `csv.reader` of a .csv or .tsv file."""
     csv.field_size_limit(LARGEST_FIELD)
-    reader = csv.reader(decoded_lines(path), strict=True, **options)
+    return csv.reader(decoded_lines(path), **(_TSV if file_ending(path) == ".tsv" else {}), **options)
+
+
+def _check_table(path: str) -> None:
+    reader = _table(path, strict=True)
     header: list[str] = []
     try:
         for row in reader:
@@ -267,7 +276,7 @@ def load_files(
             _check_lines(name)
     if ending in (".csv", ".tsv") and len(dataset.column_names) == 1:
         for name in names:
-            _refuse_empty_lines(name, _TSV if ending == ".tsv" else {})
+            _refuse_empty_lines(name)
     if ending in (".json", ".jsonl"):
         dataset = _with_texts_of_dates(dataset, names)
     if len(dataset) == 0:
@@ -275,12 +284,10 @@ def load_files(
     return dataset
 
 
-def _refuse_empty_lines(path: str, options: dict[str, Any]) -> None:
+def _refuse_empty_lines(path: str) -> None:
     """Raises a ValueError for an empty line in a table of one column, which pandas would leave out: all later rows
     would get other numbers. At the end of the file, empty lines are no rows."""
-    csv.field_size_limit(LARGEST_FIELD)
-    reader = csv.reader(decoded_lines(path), **options)
-    empty = None
+    reader, empty = _table(path), None
     for row in reader:
         if row and empty is not None:
             raise ValueError(f"{path}, line {empty}: empty. Remove the line, or write a text there.")
@@ -295,9 +302,8 @@ def _with_texts_of_dates(dataset: Dataset, names: Sequence[str]) -> Dataset:
         return dataset
     rows: list[dict[str, Any]] = []
     for path in names:
-        lines = [line for line in decoded_lines(path) if line.strip()]
-        listed = file_ending(path) == ".json" and lines[0].lstrip().startswith("[")
-        rows += json.loads("".join(lines)) if listed else map(json.loads, lines)
+        lines = (line for line in decoded_lines(path) if line.strip())
+        rows += json.loads("".join(lines)) if _is_json_list(path) else map(json.loads, lines)
     columns = dataset.column_names
     dataset = dataset.remove_columns(dates)
     for name in dates:

@@ -28,13 +28,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
     auto_names = ("AutoModelForCausalLM",)
     # A state cannot go back to earlier tokens. With this attribute, Transformers refuses assisted decoding.
     _is_stateful = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A family's class; a user's subclass inherits its keys, or has its own.
-        if cls.base_model_prefix and cls._tied_weights_keys is None:
-            words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
-            cls._tied_weights_keys = {"lm_head.weight": words}
+    tied_weights = {"lm_head.weight": None}
 
     def __init__(self, config: BaseConfig):
         if not config.is_decoder:

@@ -84,9 +84,15 @@ class BasePreTrainedModel(PreTrainedModel):
     # The Auto classes that load this class; and for a family, the class that each Auto class loads.
     auto_names: ClassVar[tuple[str, ...]] = ()
     auto_classes: ClassVar[dict[str, type[PreTrainedModel]]] = {}
+    # Weights of a head that are another's; None for the word embeddings.
+    tied_weights: ClassVar[dict[str, str | None]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # A family's class; a user's subclass inherits its keys, or has its own.
+        if cls.tied_weights and cls.base_model_prefix and cls._tied_weights_keys is None:
+            words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
+            cls._tied_weights_keys = {name: source or words for name, source in cls.tied_weights.items()}
         # Checkpoints of a registered class carry their code. Those of a user's class derived from it do not; but
         # those of the class that Transformers derives from a causal model's to generate do.
         if not cls.is_of_the_family():

@@ -100,16 +100,7 @@ class BaseWithLMHead(BasePreTrainedModel):
     cls: PretrainingHeads
     # Without tied weights, this key in a checkpoint is a second bias that nothing uses.
     _keys_to_ignore_on_load_unexpected = [r"cls\.predictions\.bias"]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # A family's class; a user's subclass inherits its keys, or has its own.
-        if cls.base_model_prefix and cls._tied_weights_keys is None:
-            words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
-            cls._tied_weights_keys = {
-                "cls.predictions.decoder.weight": words,
-                "cls.predictions.decoder.bias": "cls.predictions.bias",
-            }
+    tied_weights = {"cls.predictions.decoder.weight": None, "cls.predictions.decoder.bias": "cls.predictions.bias"}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -56,6 +56,13 @@ def _colors(number: int) -> list[Any]:
     return [colors[index % len(colors)] for index in range(number)]
 
 
+def _save(figure: Any, axes: Any, path: str | os.PathLike) -> None:
+    """Adds the legend of these axes, and writes the picture, also into a new folder."""
+    _add_legend(figure, axes)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
 def _add_legend(figure: Any, axes: Any) -> None:
     """A legend in the first panel, or beside all panels if it would cover the lines."""
     entries = axes.get_legend_handles_labels()
@@ -100,9 +107,7 @@ def plot_history(
                 label = f"{label}, held out" if len(histories) > 1 else "held out"
                 axes.plot(*held_out, "o--", color=color, markersize=4, linewidth=1, label=label)
         axes.set(xlabel=AXES[x], ylabel=_LABELS[name])
-    _add_legend(figure, panel_axes[0])
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    _save(figure, panel_axes[0], path)
 
 
 def plot_scores(
@@ -137,6 +142,4 @@ def plot_scores(
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.minorticks_off()
-    _add_legend(figure, panel_axes[0])
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    _save(figure, panel_axes[0], path)

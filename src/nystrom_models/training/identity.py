@@ -141,7 +141,7 @@ def encoding_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     its merges and its special tokens."""
     texts = ((_PROBE,), (_PROBE, _PROBE.upper()))
     encoded = [tokenizer(*text, truncation=False, verbose=False)["input_ids"] for text in texts]
-    return hashlib.sha256(repr([*encoded, vocabulary_digest(tokenizer)]).encode()).hexdigest()
+    return hashlib.sha256(repr(encoded).encode()).hexdigest()
 
 
 def model_settings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
