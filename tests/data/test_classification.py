@@ -136,6 +136,20 @@ def test_several_labels_a_row(data, tokenizer):
         classification_dataset(data, tokenizer, 8, label_names={"x": 0, "y": 1}, label_delimiter=",")
 
 
+@pytest.mark.parametrize("delimiter", [None, ","])
+def test_a_file_may_have_only_those_labels_that_are_numbers(delimiter, tokenizer):
+    """Its column holds numbers, where the other file's holds text."""
+    classes = class_labels(dataset(label=["1", "none"]), "label", delimiter)
+    found = classification_dataset(
+        dataset(label=[1, 1]), tokenizer, 8, label_names=classes, label_delimiter=delimiter
+    )["labels"]
+    assert found == [0, 0] if delimiter is None else found == [[1.0, 0.0], [1.0, 0.0]]
+    with pytest.raises(ValueError, match=r"contains \['none'\], not among the labels \[1, 2\]"):
+        classification_dataset(
+            dataset(label=["1", "none"]), tokenizer, 8, label_names={1: 0, 2: 1}, label_delimiter=delimiter
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "rows"), [("x.csv", 'text,label\na,"z, x"\nb,\n'), ("x.tsv", "text\tlabel\na\tz,x\nb\t\n")]
 )

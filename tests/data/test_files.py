@@ -118,6 +118,8 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         # pandas takes the first of three fields as an index without a warning.
         ("rows.csv", b"text,label\na,1,2\nb,2,3\n", r"rows\.csv, line 2: 3 fields, but the header has 2"),
         ("rows.csv", b'text,label\n"a,1\nb,2\n', r"rows\.csv, line 3: unexpected end of data"),
+        ("rows.csv", b'text,label\n"a" b,1\n', r"rows\.csv, line 2: .* write its quotes twice"),
+        ("rows.csv", b"text,text\na,1\n", r"rows\.csv: its columns are \['text', 'text'\], but must be .*, each once"),
         ("rows.csv", b"text,label\n", r"--test_file contain no rows"),
         # pandas leaves the empty line out, and all later rows would get other numbers.
         ("rows.csv", b"text\na\n\nb\n", r"rows\.csv, line 3: empty"),
@@ -175,6 +177,53 @@ def test_texts_that_look_like_dates_stay_texts(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     loaded = load_files([tmp_path / name, tmp_path / name], cache_dir=tmp_path / "cache")
     assert list(loaded) == rows * 2 and loaded.column_names == list(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        (["1", "-20", "0"], [1, -20, 0]),
+        ([" 1", "2 "], [1, 2]),
+        (["", "3"], [None, 3]),
+        (["0.5", "-1", ".5", "2e-3"], [0.5, -1.0, 0.5, 0.002]),
+        (["01", "02"], None),
+        (["+1", "2"], None),
+        (["0.5", "007"], None),
+        (["1", "x"], None),
+        (["12345678901234567890", "1"], None),
+        (["nan", "1.5"], None),
+        (["True", "False"], None),
+        (["1,5", "2"], None),
+    ],
+)
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_column_of_numbers_in_a_table(fields, values, ending, tmp_path):
+    """Whatever would be written in another way as a number stays text."""
+    with (tmp_path / f"rows.{ending}").open("w", newline="") as file:
+        writer = csv.writer(file, "excel-tab" if ending == "tsv" else "excel")
+        writer.writerows([["label", "text"], *([field, "a"] for field in fields)])
+    found = load_files(tmp_path / f"rows.{ending}", cache_dir=tmp_path / "cache")
+    assert found.column_names == ["label", "text"] and found["label"][:] == (values or fields)
+
+
+def test_the_last_row_of_a_large_table_may_hold_text(tmp_path):
+    labels = [*map(str, range(30_000)), "none"]
+    (tmp_path / "rows.csv").write_text("label\n" + "\n".join(labels))
+    assert load_files(tmp_path / "rows.csv", cache_dir=tmp_path / "cache")["label"][:] == labels
+
+
+def test_several_tables(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext,label\r\na,1\r\n")
+    (tmp_path / "b.csv").write_text('label,text\n2,"b\nc"\n')
+    paths = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    rows = [{"text": "a", "label": 1}, {"text": "b\nc", "label": 2}]
+    assert load_files(paths, cache_dir=tmp_path / "cache").to_list() == rows
+    assert list(load_files(paths, streaming=True)) == [row | {"label": str(row["label"])} for row in rows]
+    (tmp_path / "b.csv").write_text("text,name\nb,2\n")
+    with pytest.raises(
+        ValueError, match=r"b\.csv: its columns are \['text', 'name'\], but must be \['text', 'label'\]"
+    ):
+        load_files(paths, cache_dir=tmp_path / "cache")
 
 
 def test_empty_lines_at_the_end_are_no_rows(tmp_path):

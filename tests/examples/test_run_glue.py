@@ -442,6 +442,9 @@ def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
         line == f"{i}\t{','.join(sorted(row['label']))}" for i, (line, row) in enumerate(zip(lines, rows, strict=True))
     ]
     assert sum(right) / len(right) == results["test"]["exact_match"]
+    finished = str(tmp_path / "output")
+    again, _ = run(finished, tmp_path / "again", "--validation_file", file, "--multi_label", "--no_do_train")
+    assert again["validation"] == pytest.approx(results["validation"], rel=1e-5)
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["early", "to the end"])

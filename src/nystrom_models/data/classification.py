@@ -2,7 +2,7 @@
 """Examples for sequence classification, with one label or several, and regression."""
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -241,6 +241,12 @@ def _check_texts(
             raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
 
 
+def _found(ids: Mapping[Hashable, int]) -> Callable[[Hashable], int | None]:
+    """Gives the id of a label. A file whose labels are all numbers has the number 1, another one the text "1"."""
+    by_name = {str(label): i for label, i in ids.items()}
+    return lambda label: ids.get(label, by_name.get(str(label)))
+
+
 def encoded_labels(
     dataset: Dataset,
     label_column: str,
@@ -262,9 +268,11 @@ def encoded_labels(
     if ids is None:
         return list(labels)
     values = _label_values(dataset, label_column, labels, label_delimiter)
+    found = _found(ids)
     if label_delimiter is None:
-        return [ids[label] for label in values]
-    return [[float(name in row) for name in ids] for row in map(set, values)]
+        return [found(label) for label in values]
+    classes = sorted(set(ids.values()))
+    return [[float(i in row) for i in classes] for row in (set(map(found, labels)) for labels in values)]
 
 
 def check_labels(
@@ -284,7 +292,8 @@ def check_labels(
                 f"The column {label_column!r} of {where} must hold numbers for regression, but holds {dtype}."
             )
     elif ids is not None:
-        unknown = set(_unique_labels(dataset, label_column, label_delimiter)) - ids.keys()
+        unknown = set(_unique_labels(dataset, label_column, label_delimiter))
+        unknown = set(filter(lambda label: _found(ids)(label) is None, unknown))
         if unknown:
             raise ValueError(
                 f"The column {label_column!r} of {where} contains {sorted(unknown, key=str)}, not among the "

@@ -14,32 +14,37 @@ from typing import IO, Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from datasets import Dataset, Features, IterableDataset, concatenate_datasets, load_dataset, packaged_modules
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset, packaged_modules
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from .caching import with_code
 
-# "NA" and "null" are texts, not missing values; in .tsv files, quotes are text, too.
-_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
-_TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+# How Python's `csv` reads the tables; in .tsv files, quotes are text.
+_TABLES: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+
+# What becomes a number if the whole column is so: "01" and "+1" would be written differently afterwards.
+_INTEGER = r"^(0|-?[1-9][0-9]*)$"
+_NUMBER = r"^-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+_MOST_DIGITS = 18  # all such integers are int64
 
 # The most characters of a field of a table: the largest C long of all platforms.
 LARGEST_FIELD = 2**31 - 1
 
-# As `chunksize` of the readers of `datasets`: more rows than a table has, more bytes than a file of JSON.
+# As `chunksize` of the JSON reader of `datasets`: more bytes than a file has.
 _WHOLE_FILE = 2**30
 
 # Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
 _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
 
-# The reader of `datasets` for each suffix, and its options. A column of mixed types is an error.
+# The reader of `datasets` for each suffix, and its options; `csv` stands for the reader of this module. In JSON, a
+# column of mixed types is an error.
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {"sample_by": "paragraph"}),
     ".json": ("json", {"on_mixed_types": None}),
     ".jsonl": ("json", {"on_mixed_types": None}),
-    ".csv": ("csv", _CSV),
-    ".tsv": ("csv", {**_CSV, **_TSV}),
+    **dict.fromkeys(_TABLES, ("csv", {})),
     ".parquet": ("parquet", {}),
     **dict.fromkeys((".fa", ".fasta", ".fna", ".ffn", ".faa", ".frn"), _FASTA),
 }
@@ -79,8 +84,6 @@ def _check_lines(path: str) -> None:
     ending = file_ending(path)
     if ending in (".json", ".jsonl"):
         (_check_json_list if _is_json_list(path) else _check_json_lines)(path)
-    elif ending in (".csv", ".tsv"):
-        _check_table(path)
     elif ending != ".parquet":
         for _ in decoded_lines(path):
             pass
@@ -112,26 +115,6 @@ def _check_json_lines(path: str) -> None:
                 raise ValueError(f"{path}, line {number}: must be a JSON object, but is {line.strip()[:40]!r}.")
 
 
-def _table(path: str, **options: Any) -> Any:
-    """The `csv.reader` of a .csv or .tsv file."""
-    csv.field_size_limit(LARGEST_FIELD)
-    return csv.reader(decoded_lines(path), **(_TSV if file_ending(path) == ".tsv" else {}), **options)
-
-
-def _check_table(path: str) -> None:
-    reader = _table(path, strict=True)
-    header: list[str] = []
-    try:
-        for row in reader:
-            header = header or row
-            if row and len(row) != len(header):
-                raise ValueError(
-                    f"{path}, line {reader.line_num}: {len(row)} fields, but the header has {len(header)}, {header}."
-                )
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}.") from error
-
-
 def _load(
     names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
@@ -159,7 +142,7 @@ def _load(
     try:
         return load()
     except DatasetGenerationError:
-        if builder not in ("csv", "json"):
+        if builder != "json":
             raise
         # The types of the columns are those of the first part of a file, where a column may be empty: as one part.
         return load(chunksize=_WHOLE_FILE)
@@ -178,6 +161,11 @@ def check_files(names: Sequence[str], flag: str) -> None:
             raise FileNotFoundError(f"{flag} {name} is not a file.")
         if "::" in os.path.abspath(name):
             raise ValueError(f"{flag} {name}: `datasets` cannot read files with :: in their path. Rename it.")
+
+
+def _files(names: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Path, time of the last change and size of each file."""
+    return [(os.path.abspath(name), os.stat(name).st_mtime_ns, os.stat(name).st_size) for name in names]
 
 
 def rows_of_files(
@@ -201,13 +189,12 @@ def rows_of_files(
     Raises:
         ValueError: of `read`, or if there are no rows.
     """
-    files = tuple((os.path.abspath(name), os.stat(name).st_mtime_ns, os.stat(name).st_size) for name in names)
     try:
         rows = Dataset.from_generator(
             with_code(read),
             features=features,
             cache_dir=None if cache_dir is None else os.fspath(cache_dir),
-            gen_kwargs={"files": files, **options},
+            gen_kwargs={"files": tuple(_files(names)), **options},
             split=split,
         )
     except DatasetGenerationError as error:
@@ -215,8 +202,75 @@ def rows_of_files(
     except ValueError as error:
         if "corresponds to no data" not in str(error):
             raise
-        raise ValueError(f"The files of {flag} hold no rows: {', '.join(names)}.") from None
+        raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.") from None
     return rows
+
+
+def _header(path: str) -> list[str]:
+    """The names of a table's columns; pandas writes an index without a name."""
+    return [name or f"Unnamed: {i}" for i, name in enumerate(next(_table(path), []))]
+
+
+def _table(path: str) -> Any:
+    """The `csv.reader` of a .csv or .tsv file."""
+    csv.field_size_limit(LARGEST_FIELD)
+    return csv.reader(decoded_lines(path), strict=True, **_TABLES[file_ending(path)])
+
+
+def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str | None]]:
+    """The fields of .csv or .tsv files as texts; an empty one is missing. "NA" and "null" are texts."""
+    columns = _header(files[0][0])
+    for path, *_ in files:
+        header = _header(path)
+        if sorted(header) != sorted(columns) or len(set(header)) < len(header):
+            raise ValueError(f"{path}: its columns are {header}, but must be {columns}, each once.")
+        reader, empty = _table(path), 0
+        try:
+            next(reader)
+            for row in reader:
+                if not row:
+                    empty = empty or reader.line_num
+                elif empty and len(header) == 1:
+                    # Without it, all later rows would get other numbers. At the end of a file, such lines are no rows.
+                    raise ValueError(f"{path}, line {empty}: empty. Remove the line, or write a text there.")
+                elif len(row) != len(header):
+                    counts = f"{len(row)} fields, but the header has {len(header)}"
+                    raise ValueError(f"{path}, line {reader.line_num}: {counts}, {header}.")
+                else:
+                    yield {name: field or None for name, field in zip(header, row, strict=True)}
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}, line {reader.line_num}: {error}. Quote a field that has quotes or line breaks, and write its "
+                "quotes twice."
+            ) from error
+
+
+def _load_tables(
+    names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
+) -> Dataset | IterableDataset:
+    features = Features({name: Value("string") for name in _header(names[0])})
+    if streaming:
+        return IterableDataset.from_generator(
+            with_code(_rows_of_tables), features=features, gen_kwargs={"files": _files(names)}
+        )
+    dataset = rows_of_files(_rows_of_tables, features, names, flag, cache_dir)
+    numbers = {name: _numbers(dataset.data.column(name)) for name in dataset.column_names}
+    dataset = _with_columns(dataset, {name: column for name, column in numbers.items() if column is not None})
+    dataset.info.builder_name = "csv"
+    return dataset
+
+
+def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """The numbers that a column of texts holds; None if one text is something else, or there are none."""
+    texts = pc.utf8_trim_whitespace(texts)
+
+    def every(condition: pa.ChunkedArray) -> bool:
+        return pc.all(condition, min_count=1).as_py() or False  # of those that are not missing
+
+    if every(pc.match_substring_regex(texts, _INTEGER)):
+        fits = every(pc.less_equal(pc.utf8_length(texts), _MOST_DIGITS))
+        return pc.cast(texts, pa.int64()) if fits else None
+    return pc.cast(texts, pa.float64()) if every(pc.match_substring_regex(texts, _NUMBER)) else None
 
 
 def load_files(
@@ -231,7 +285,8 @@ def load_files(
         paths: `.txt` (column `text`; documents are separated by empty lines), `.jsonl` (one object a line), `.json`
             (the same, or a list of objects), `.csv` or `.tsv` (with a header; an empty field is missing, and in
             `.tsv` files quotes are text), `.parquet` or FASTA (`.fa`, `.fasta`, `.fna`, `.ffn`, `.faa`, `.frn`;
-            columns `id`, `description` and `sequence`), each also compressed as `.gz`; in UTF-8.
+            columns `id`, `description` and `sequence`), each also compressed as `.gz`; in UTF-8. A column of a table
+            that holds only numbers becomes numbers, unless they would then be written differently: 01 stays text.
         flag: the flag that gave the paths, for error messages.
         cache_dir: where `datasets` keeps its files; None for its default.
         streaming: returns an `IterableDataset`, which reads the files during iteration, instead of a `Dataset`.
@@ -256,8 +311,10 @@ def load_files(
         if not beginning:
             raise ValueError(f"{name}, given by {flag}, is empty.")
         marked |= beginning == codecs.BOM_UTF8
+    if (ending := endings.pop()) in _TABLES:
+        return _load_tables(names, flag, cache_dir, streaming)
     try:
-        dataset = _load(names, ending := endings.pop(), cache_dir, streaming)
+        dataset = _load(names, ending, cache_dir, streaming)
         if marked and ending == ".txt":  # the reader of text does not remove byte-order marks; the others do
             dataset = dataset.map(with_code(_without_mark))
         if isinstance(dataset, IterableDataset):
@@ -269,30 +326,11 @@ def load_files(
         if "corresponds to no data" in str(error):
             raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.") from error
         raise ValueError(f"{', '.join(names)}, given by {flag}, cannot be read: {error.__cause__ or error}") from error
-    # pandas returns such columns if all lines are longer than the header, and fills up lines that are shorter.
-    longer = any(column.startswith("__index_level_") for column in dataset.column_names)
-    if longer or (ending in (".csv", ".tsv") and dataset.data.column(dataset.column_names[-1]).null_count):
-        for name in names:
-            _check_lines(name)
-    if ending in (".csv", ".tsv") and len(dataset.column_names) == 1:
-        for name in names:
-            _refuse_empty_lines(name)
     if ending in (".json", ".jsonl"):
         dataset = _with_texts_of_dates(dataset, names)
     if len(dataset) == 0:
         raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.")
     return dataset
-
-
-def _refuse_empty_lines(path: str) -> None:
-    """Raises a ValueError for an empty line in a table of one column, which pandas would leave out: all later rows
-    would get other numbers. At the end of the file, empty lines are no rows."""
-    reader, empty = _table(path), None
-    for row in reader:
-        if row and empty is not None:
-            raise ValueError(f"{path}, line {empty}: empty. Remove the line, or write a text there.")
-        if not row and empty is None:
-            empty = reader.line_num
 
 
 def _with_texts_of_dates(dataset: Dataset, names: Sequence[str]) -> Dataset:
@@ -304,9 +342,14 @@ def _with_texts_of_dates(dataset: Dataset, names: Sequence[str]) -> Dataset:
     for path in names:
         lines = (line for line in decoded_lines(path) if line.strip())
         rows += json.loads("".join(lines)) if _is_json_list(path) else map(json.loads, lines)
-    columns = dataset.column_names
-    dataset = dataset.remove_columns(dates)
-    for name in dates:
-        texts = pa.array([row.get(name) for row in rows], pa.string())
-        dataset = concatenate_datasets([dataset, Dataset(pa.table({name: texts}))], axis=1)
-    return dataset.select_columns(columns)
+    return _with_columns(dataset, {name: pa.array([row.get(name) for row in rows], pa.string()) for name in dates})
+
+
+def _with_columns(dataset: Dataset, columns: dict[str, pa.Array | pa.ChunkedArray]) -> Dataset:
+    """The data set with some of its columns replaced."""
+    if not columns:
+        return dataset
+    parts, new = [dataset.remove_columns(list(columns))], Dataset(pa.table(columns))
+    if not parts[0].column_names:
+        return new
+    return concatenate_datasets([*parts, new], axis=1).select_columns(dataset.column_names)
