@@ -240,8 +240,8 @@ def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str,
                     yield {name: field or None for name, field in zip(header, row, strict=True)}
         except csv.Error as error:
             raise ValueError(
-                f"{path}, line {reader.line_num}: {error}. Quote a field that has quotes or line breaks, and write its "
-                "quotes twice."
+                f"{path}, line {reader.line_num}: {error}. Quote a field that has quotes or line breaks, and write "
+                "its quotes twice."
             ) from error
 
 
