@@ -3,7 +3,7 @@
 
     python examples/plot_runs.py --runs outputs/softmax outputs/nystrom outputs/linformer --output curves.png
 
---runs takes the --output_dir of finished runs. The table has the settings in which the runs differ, the tokens and
+--runs takes the --output_dir of runs. The table has the settings in which the finished ones differ, the tokens and
 hours of their training, and their scores on held-out data.
 
     python examples/plot_runs.py --runs outputs/k32 outputs/k64 outputs/softmax --labels nystrom nystrom softmax \\
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.comparison import comparison_table, labels_of, read_run, score_names, scores_over
 from nystrom_models.training.curve import AXES, plot_history, plot_scores, read_history
+from nystrom_models.training.results import read_results
 
 
 @dataclass(kw_only=True)
@@ -49,14 +50,19 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments.x in AXES:
         histories = {label: read_history(run) for label, run in zip(labels, arguments.runs, strict=True)}
         plot_history(histories, arguments.output, arguments.x)
-        runs = [read_run(run) for run in arguments.runs]
+        folders = dict(zip(labels, arguments.runs, strict=True))
+        finished = {label: read_run(run) for label, run in folders.items() if read_results(run) is not None}
+        if unfinished := [label for label in labels if label not in finished]:
+            print(f"Not finished, and therefore not in the table: {', '.join(unfinished)}.")
     else:
         runs = [read_run(run) for run in arguments.runs]
         points = scores_over(runs, labels, arguments.x)
         plot_scores(points, arguments.output, arguments.x, score_names(runs, arguments.metrics))
-        labels = [f"{label}, {run}" for label, run in zip(labels, arguments.runs, strict=True)]
-    print(f"Drawn: {arguments.output}\n")
-    print(comparison_table(dict(zip(labels, runs, strict=True)), arguments.metrics))
+        names = [f"{label}, {run}" for label, run in zip(labels, arguments.runs, strict=True)]
+        finished = dict(zip(names, runs, strict=True))
+    print(f"Drawn: {arguments.output}")
+    if finished:
+        print(f"\n{comparison_table(finished, arguments.metrics)}")
 
 
 if __name__ == "__main__":

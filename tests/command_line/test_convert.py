@@ -117,6 +117,22 @@ def test_other_families_start_from_the_text(family, options, expected, source, t
     assert model(torch.randint(5, 99, (1, 40))).logits.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("linear_transformer", [], "give sample (--sample_file)"),
+        ("linear_transformer", ["--feature_map", "elu", "--sample_file", "{file}"], 'feature_map="hedgehog"'),
+        ("nystromformer", ["--sample_file", "{file}"], "--family linear_transformer"),
+    ],
+)
+def test_steps_that_train_nothing_are_refused(family, options, message, source, tmp_path, capsys):
+    options = [option.format(file=source / "text.txt") for option in options]
+    arguments = [str(source), str(tmp_path / "out"), "--family", family, "--matching_steps", "5", *options]
+    assert main(["convert", *arguments]) != 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_sample_is_any_file_of_documents(source, tmp_path):
     documents = (source / "text.txt").read_text(encoding="utf-8").split("\n\n")
     text = "\n\n".join(documents).encode()

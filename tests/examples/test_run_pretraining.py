@@ -141,6 +141,17 @@ def test_curves_and_a_table_of_two_runs(trained, tmp_path, capsys):
     table = capsys.readouterr().out.strip().splitlines()[-4:]
     assert table[0] == "| run | million tokens | hours | mlm_accuracy |"
     assert table[2].startswith("| one | 0.1 | 0.0") and f"{results['validation']['mlm_accuracy']:.4g} |" in table[3]
+    running = tmp_path / "running"
+    running.mkdir()
+    shutil.copy(output / "history.jsonl", running)
+    (tmp_path / "curves.png").unlink()
+    runs[2] = str(running)
+    plot_runs.main(runs)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "not in the table: again." in printed and "| one |" in printed and "| again |" not in printed
+    plot_runs.main(["--runs", str(running), "--output", str(tmp_path / "curves.png")])
+    assert "|" not in capsys.readouterr().out
 
 
 def test_scores_over_a_setting_and_a_table(trained, tmp_path, capsys):

@@ -4,6 +4,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -155,6 +156,13 @@ def test_the_encoder_of_a_model_that_is_composed(tmp_path):
     model.save_pretrained(tmp_path / "saved")
     loaded = transformers.EncoderDecoderModel.from_pretrained(tmp_path / "saved").eval()
     assert torch.equal(use_nystrom(loaded.encoder)(ids).last_hidden_state, states)
+
+
+def test_numbers_of_numpy_are_saved(tmp_path):
+    model = transformers.BertModel(transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
+    use_nystrom(model, np.array([8, 16]), np.int64(5), np.arange(2)).save_pretrained(tmp_path)
+    field = transformers.AutoConfig.from_pretrained(tmp_path).nystrom
+    assert field == {"num_landmarks": [8, 16], "pinv_iterations": 5, "layers": [0, 1]}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a task asks of the data and of a finished model, before anything is trained or predicted."""
 
+import csv
 from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import PretrainedConfig
 
@@ -12,7 +14,7 @@ from nystrom_models.training.arguments import DataArguments, RunArguments
 from nystrom_models.training.results import write_results
 from nystrom_models.training.run import start_run
 from nystrom_models.training.splits import load_data
-from nystrom_models.training.text_classification import check_kind
+from nystrom_models.training.text_classification import check_kind, write_predictions
 from nystrom_models.training.token_classification import TokenClassificationArguments, TokenClassificationRun
 
 TASKS = {
@@ -20,6 +22,14 @@ TASKS = {
     "several": TextTask(("text",), multi_label=True),
     "number": TextTask(("text",), regression=True),
 }
+
+
+def test_predictions_are_read_back_whatever_is_in_a_label(tmp_path):
+    names = ["plain", "a\ttab", "two\nlines", 'a "quote"']
+    write_predictions(tmp_path / "predictions.tsv", TASKS["single"], torch.eye(4), names)
+    with (tmp_path / "predictions.tsv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file, "excel-tab"))
+    assert rows == [["index", "prediction"], *([str(i), name] for i, name in enumerate(names))]
 
 
 @pytest.mark.parametrize(

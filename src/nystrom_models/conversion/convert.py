@@ -126,6 +126,11 @@ def _convert(
     check_config(config, source_config, head)
     if matching is not None and sample is None:
         raise ValueError("matching (--matching_steps) trains feature maps on text: give sample (--sample_file), too.")
+    if matching is not None and getattr(config, "feature_map", None) != "hedgehog":
+        raise ValueError(
+            'matching (--matching_steps) trains feature_map="hedgehog", which only linear transformers (--family '
+            "linear_transformer) have: convert to one, or leave it out."
+        )
     rows = None
     if isinstance(sample, Tensor):
         rows = Sample.of_rows(sample, source_config.vocab_size)

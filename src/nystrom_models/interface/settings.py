@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -205,9 +206,9 @@ def _field(
         if num_landmarks is None:
             num_landmarks = getattr(configs[0], "num_landmarks", None) or DEFAULT_LANDMARKS
         field = {
-            "num_landmarks": list(num_landmarks) if isinstance(num_landmarks, Iterable) else num_landmarks,
-            "pinv_iterations": DEFAULT_ITERATIONS if pinv_iterations is None else pinv_iterations,
-            "layers": None if layers is None else list(layers),
+            "num_landmarks": _plain(num_landmarks),
+            "pinv_iterations": DEFAULT_ITERATIONS if pinv_iterations is None else _plain(pinv_iterations),
+            "layers": None if layers is None else _plain(layers),
         }
     _read(field)
     if _is_by_layer(field) and len(configs) > 1:
@@ -245,6 +246,13 @@ def _read(field: dict[str, Any]) -> tuple[int | Sequence[int], int, Sequence[int
             f"num_landmarks has {len(num_landmarks)} numbers for {len(layers)} layers: give one, or one for each."
         )
     return num_landmarks, pinv_iterations, layers
+
+
+def _plain(value: Any) -> Any:
+    """A list of the items of an iterable, and NumPy's integers as Python's, which JSON can hold."""
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _is_number(value: Any, least: int) -> bool:

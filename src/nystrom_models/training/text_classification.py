@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classification and regression of texts and pairs of texts."""
 
+import csv
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,7 +172,8 @@ def mean_by_document(logits: Tensor, documents: Tensor) -> Tensor:
 
 
 def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, label_names: Sequence[str]) -> None:
-    """Writes a line for each row: its number from 0, a tab, the prediction. This is GLUE's format for submission.
+    """Writes a line for each row: its number from 0, a tab, the prediction. This is GLUE's format for submission. The
+    name of a class that has a tab, a line break or a quote stands in quotes.
 
     Args:
         path: the file.
@@ -191,8 +193,9 @@ def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, l
         ]
     else:
         predictions = [names[i] for i in logits.argmax(-1).tolist()]
-    lines = ["index\tprediction", *(f"{i}\t{prediction}" for i, prediction in enumerate(predictions))]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, "excel-tab", lineterminator="\n")
+        writer.writerows([("index", "prediction"), *enumerate(predictions)])
 
 
 # What a model predicts, as its configuration names it, and the flag for it.
