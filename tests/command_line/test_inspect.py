@@ -2,11 +2,13 @@
 """`nystrom-models inspect` from a checkpoint and a text file to a report."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
 
 import pytest
+from transformers import CLIPConfig, CLIPModel
 
 from nystrom_models.command_line.main import main
 from nystrom_models.data import train_tokenizer
@@ -92,6 +94,17 @@ def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
     flags = ["--text_file", str(folder / "text.txt"), "--output_dir", str(tmp_path / "out"), "--mlm_accuracy"]
     assert main(["inspect", str(tmp_path), *flags]) == 1
     assert "weights of BertForMaskedLM, such as cls.predictions" in capsys.readouterr().err
+
+
+def test_a_model_of_several_parts_is_refused(folder, tmp_path, capsys):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text, images = small | {"vocab_size": 99}, small | {"image_size": 8, "patch_size": 4}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=images)).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "Bert" / name, tmp_path)
+    flags = ["--text_file", str(folder / "text.txt"), "--output_dir", str(tmp_path / "out")]
+    assert main(["inspect", str(tmp_path), *flags]) == 1
+    assert "CLIPModel has several parts (text_config, vision_config)" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(folder, tmp_path, capsys):

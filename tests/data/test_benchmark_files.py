@@ -24,6 +24,11 @@ def conll(path, tmp_path):
     return load_conll_files("tokens", "ner_tags", [path], "--train_file", tmp_path / "cache")
 
 
+def test_a_table_cannot_hold_words(write, tmp_path):
+    with pytest.raises(ValueError, match=r"words\.csv, given by --test_file: \.csv files cannot hold lists of words"):
+        load_conll_files("tokens", "ner_tags", [write("words.csv", "EU,B-ORG\nrejects,O\n")], "--test_file")
+
+
 CONLL_2003 = """-DOCSTART- -X- -X- O
 
 EU NNP B-NP B-ORG

@@ -208,7 +208,14 @@ def _model(
             raise ValueError("--mlm_accuracy needs an encoder, and a tokenizer with a mask token.")
         if isinstance(whole, BasePreTrainedModel) and not isinstance(whole.config, NystromformerConfig):
             raise ValueError(f"--mlm_accuracy measures attention with landmarks, and {type(whole).__name__} has none.")
-    return whole, whole.get_encoder() if whole.config.is_encoder_decoder else whole.base_model
+    if whole.config.is_encoder_decoder:
+        return whole, whole.get_encoder()
+    if len(parts := sorted(whole.config.sub_configs)) > 1:
+        raise ValueError(
+            f"{type(whole).__name__} has several parts ({', '.join(parts)}), and not all of them read text: give one "
+            "of them to inspect_attention in Python, such as model.text_model."
+        )
+    return whole, whole.base_model
 
 
 def _calls(

@@ -66,9 +66,9 @@ def load_conll_files(
     Args:
         text_column, label_column: the names that the columns get.
         paths: `.json`, `.jsonl` or `.parquet` files that have these columns, for [`load_files`]; any other file, such
-            as `.conll`, `.txt` or `.tsv`, also as `.gz`, has one word per line, as the first of columns separated by
-            tabs or else by spaces. The last column is the label; files of `--test_file` may have none. An empty line
-            or `-DOCSTART-` ends a sentence.
+            as `.conll`, `.txt` or `.tsv`, but not `.csv`, also as `.gz`, has one word per line, as the first of
+            columns separated by tabs or else by spaces. The last column is the label; files of `--test_file` may have
+            none. An empty line or `-DOCSTART-` ends a sentence.
         flag, cache_dir: of [`load_files`].
 
     Raises:
@@ -77,6 +77,11 @@ def load_conll_files(
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if any(name.removesuffix(".gz").lower().endswith(_WITH_LISTS) for name in names):
         return load_files(names, flag, cache_dir)
+    if tables := [name for name in names if name.removesuffix(".gz").lower().endswith(".csv")]:
+        raise ValueError(
+            f"{tables[0]}, given by {flag}: .csv files cannot hold lists of words. Give .jsonl or .parquet, or a word "
+            "and its label in each line, separated by a tab, in a .tsv or .conll file."
+        )
     check_files(names, flag)
     features = Features({text_column: List(Value("string")), label_column: List(Value("string"))})
     unlabelled = flag == "--test_file" and not any(map(_has_labels, names))

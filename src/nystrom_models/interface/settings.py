@@ -252,7 +252,7 @@ def _plain(value: Any) -> Any:
     """A list of the items of an iterable, and NumPy's integers as Python's, which JSON can hold."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_plain(item) for item in value]
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def _is_number(value: Any, least: int) -> bool:
