@@ -444,6 +444,10 @@ def main(argv: list[str] | None = None) -> int:
         return on_a_gpu(arguments)
     if arguments.command == "decode":
         require_device(parser, arguments.device)
+        if arguments.repeats < 1:
+            parser.error("argument --repeats: must be at least 1")
+        if arguments.lengths and min(arguments.lengths) < 1:
+            parser.error("argument --lengths: must be at least 1")
         return time_decoding(arguments, argv)
     if arguments.command == "collators":
         for length in arguments.lengths:

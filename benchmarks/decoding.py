@@ -194,8 +194,7 @@ def train(length: int, repeats: int, max_seconds: float, longest_exact: int, pla
     if length <= longest_exact:
         calls[GROWING] = caller(gpt2(length, place))
     samples = interleave(calls, repeats=repeats, max_seconds=max_seconds, device=place.device)
-    # Gradients exist from the first call on.
-    return [row(name, length, samples, peak_bytes=peak_memory(call, place.device)) for name, call in calls.items()]
+    return [row(name, length, samples, peak_bytes=peak_memory(calls[name], place.device)) for name in calls]
 
 
 def projected(length: int, repeats: int, max_seconds: float, longest_exact: int, place: Place) -> list[dict]:

@@ -67,12 +67,14 @@ def cuda_only(setting) -> str | None:
 
 
 def needs_scores(setting) -> str | None:
-    """Refuses if the scores and their softmax do not fit into memory, because the process would be killed."""
+    """Refuses if the scores, their softmax and, in the backward pass, a gradient do not fit into memory: the process
+    would be killed."""
     matrix = setting.batch_size * setting.num_heads * setting.length**2 * setting.dtype.itemsize
+    stored = (3 if setting.backward else 2) * matrix
     free = free_memory(setting.device)
-    if 2 * matrix < 0.9 * free:
+    if stored < 0.9 * free:
         return None
-    return f"would store {2 * matrix / 2**30:.1f} GiB of scores, but {free / 2**30:.1f} GiB are free"
+    return f"would store {stored / 2**30:.1f} GiB of scores, but {free / 2**30:.1f} GiB are free"
 
 
 AGAINST_EXACT = "against exact attention, which is what it computes"

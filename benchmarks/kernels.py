@@ -20,11 +20,13 @@ DROPOUT = 0.1
 
 class Kernel(NamedTuple):
     """call: one launch, or launches that belong together. sequences: the number of tensors (B, N, H·D) that it must
-    read or write once. plan: for a stage that goes through the tokens, the launch in use."""
+    read or write once. plan: for a stage that goes through the tokens, the launch in use. checked: gives results that
+    do not depend on the launch, if those of `call` do."""
 
     call: Callable[[], Any]
     sequences: int
     plan: Callable[[], tuple[int, dict[str, int]]] | None = None
+    checked: Callable[[], tuple[Tensor, ...]] | None = None
 
 
 def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
@@ -61,6 +63,7 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
     dropout = (rows, seed, dropout_p)
     dq, dk_landmarks, dw = token_attention.token_attention_backward(q, k_landmarks, w, do, *dropout)
     dv, _ = convolution.convolution_backward(v, taps, do, count, rows)
+    dv_of_convolution = dv.clone()
     dq_landmarks, dk_landmarks, dseen = pseudo_inverse.pseudo_inverse_backward(
         q_landmarks, k_landmarks, seen, dw, dk_landmarks, steps, rows
     )
@@ -68,6 +71,12 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
         q_landmarks, k, v, seen, lse, dseen, dk_landmarks, dv, rows
     )
     saved = (q_landmarks, k_landmarks, seen, lse, w)
+
+    def landmark_gradients() -> tuple[Tensor, ...]:
+        parts, dk, dv_sum = landmark_attention.landmark_attention_backward(
+            q_landmarks, k, v, seen, lse, dseen, dk_landmarks, dv_of_convolution.clone(), rows
+        )
+        return parts.sum(2), dk, dv_sum
 
     def plan(stage: str, taps: int = 0) -> Callable[[], tuple[int, dict[str, int]]]:
         return lambda: launches.plan_launch(stage, q, count, taps)
@@ -109,6 +118,7 @@ def prepare(setting: Setting, ragged: bool = False) -> dict[str, Kernel]:
             ),
             5,
             plan("landmark_attention_bwd"),
+            landmark_gradients,
         ),
         "landmarks_bwd": Kernel(lambda: landmarks.landmarks_backward(dq, dq_landmarks, partial, rows), 2),
         "backward": Kernel(
@@ -184,22 +194,25 @@ def launched(stage: str, launch: Any) -> Iterator[None]:
 
 def sweep(stage: str, kernel: Kernel, current: Any, setting: Setting) -> dict[str, float]:
     """Seconds per call for each launch that fits: first block, warps and stages are varied, then the parts of the
-    best. A launch whose first result differs from that of `current`, the launch in use, is left out."""
+    best. A launch whose results differ from those of `current`, the launch in use, is left out."""
     from nystrom_models.kernels.nystrom.launches import Launch
 
     found: dict[str, float] = {}
     fastest: dict[Any, float] = {}
 
-    def result() -> Tensor:
-        output = kernel.call()
-        return (output[0] if isinstance(output, tuple) else output).double()
+    def results() -> list[Tensor]:
+        output = (kernel.checked or kernel.call)()
+        outputs = output if isinstance(output, tuple) else (output,)
+        return [tensor.double() for tensor in outputs if tensor is not None]
 
-    expected = result()
+    expected = results()
+    most = GRADIENT_FACTOR * TOLERANCES[setting.dtype]
 
     def measure(launch: Any) -> None:
         with launched(stage, launch), contextlib.suppress(Exception):  # it does not fit; the errors differ
             name = describe_plan(kernel.plan())
-            if name not in found and deviation(result(), expected) <= GRADIENT_FACTOR * TOLERANCES[setting.dtype]:
+            pairs = zip(results(), expected, strict=True) if name not in found else ()
+            if name not in found and all(deviation(mine, theirs) <= most for mine, theirs in pairs):
                 found[name] = fastest[launch] = seconds(kernel.call, setting.device)
 
     measure(current)

@@ -99,7 +99,8 @@ def needs_kernels(setting: Setting) -> str | None:
     states = torch.empty(
         setting.batch_size, setting.length, setting.num_heads, setting.head_dim, dtype=setting.dtype, device="cuda"
     ).transpose(1, 2)
-    return kernels.why_not(states, states, states, num_landmarks=setting.num_landmarks)
+    taps = torch.empty(setting.num_heads, 1, setting.conv_kernel_size, 1, dtype=setting.dtype, device="cuda")
+    return kernels.why_not(states, states, states, num_landmarks=setting.num_landmarks, conv_weight=taps)
 
 
 def needs_cuda_forward(setting: Setting) -> str | None:

@@ -97,8 +97,16 @@ def peak_memory(call: Callable[[], object], device: str) -> int:
         with open(path, encoding="utf-8") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "[memory]"]
     held = peak = 0
+    alive: set[int] = set()
     for event in sorted(events, key=lambda event: (event["ts"], event["args"]["Ev Idx"])):
-        held += event["args"]["Bytes"]
+        size, address = event["args"]["Bytes"], event["args"]["Addr"]
+        if size > 0:
+            alive.add(address)
+        elif address in alive:
+            alive.remove(address)
+        else:
+            continue  # allocated before this call
+        held += size
         peak = max(peak, held)
     return peak
 

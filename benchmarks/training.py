@@ -56,13 +56,16 @@ def operations_per_token(config: Any) -> int:
     """Additions and multiplications of a training step per token, with a backward pass counted as two forward passes.
 
     Linear layers, the attention's four products with the landmarks, the convolution, and the head over the vocabulary
-    are counted. Recomputation, norms, and the pseudo-inverse, which does not depend on the length, are not.
+    are counted, the last at the masked tokens, where alone the script computes it. Recomputation, norms, and the
+    pseudo-inverse, which does not depend on the length, are not.
     """
+    from nystrom_models.training.pretraining import PretrainingArguments
+
     width = config.hidden_size
     layer = 4 * width**2 + 2 * width * config.intermediate_size + width * (config.conv_kernel_size or 0)
     landmarks = 4 * width * sum(config.landmarks_by_layer)
-    head = width**2 + width * config.vocab_size
-    return 3 * 2 * (config.num_hidden_layers * layer + landmarks + head)
+    head = PretrainingArguments.mlm_probability * (width**2 + width * config.vocab_size)
+    return round(3 * 2 * (config.num_hidden_layers * layer + landmarks + head))
 
 
 def data_sheet(gpu: str) -> float | None:

@@ -293,6 +293,14 @@ def test_peak_memory_counts_what_is_held_at_once():
         return torch.zeros(2**18)
 
     assert 4 * 2**20 <= runners.peak_memory(call, "cpu") < 1.1 * 4 * 2**20
+    held = [torch.zeros(2**22)]
+
+    def free_and_call():
+        held.clear()
+        return call()
+
+    # What was allocated before is not its own.
+    assert 4 * 2**20 <= runners.peak_memory(free_and_call, "cpu") < 1.1 * 4 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -310,6 +318,13 @@ def test_bad_arguments_name_what_would_work(capsys, arguments, named):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["run", *arguments])
     assert stopped.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--repeats", "--lengths"])
+def test_decoding_needs_a_repeat_and_a_token(capsys, flag):
+    with pytest.raises(SystemExit):
+        cli.main(["decode", flag, "0"])
+    assert f"argument {flag}: must be at least 1" in capsys.readouterr().err
 
 
 def test_layouts_of_the_papers_tables(tmp_path, capsys):

@@ -84,6 +84,28 @@ def test_the_function_is_the_reference(groups, scaling, keys, masked):
         assert relative_error(mine, theirs) < 1e-11
 
 
+class CrossAttention(Attention):
+    """Layers whose class says so attend to another sequence."""
+
+
+@pytest.mark.parametrize(
+    ("module", "num_landmarks"),
+    [(CrossAttention, M), (CrossAttention, 300), (Attention, 300)],
+    ids=["landmarks", "exact", "exact, of an unknown class"],
+)
+def test_as_many_queries_as_keys_of_another_sequence(module, num_landmarks):
+    """A hidden key does not hide the query with its number. Where attention is exact, no layer needs to say so."""
+    query, key, value = states(300, 300)
+    mask = torch.arange(300) < torch.tensor([[300], [90]])
+    module = module(num_landmarks)
+    context, weights = nystrom_attention_forward(
+        module, query, key, value, mask[:, None, None], output_attentions=True
+    )
+    expected = nystrom_cross_attention_reference(query, key, value, mask, num_landmarks=num_landmarks)
+    assert relative_error(context.transpose(1, 2), expected) < 1e-12
+    assert relative_error(weights @ value, expected) < 1e-12
+
+
 def test_rows_of_few_tokens_are_exact():
     for queries, keys in ((M, M), (M, 100), (100, M), (1, 100)):
         query, key, value = states(queries, keys)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the kernels for Nyström attention apply, what is logged if they do not, and how graphs contain them."""
 
+import functools
 import subprocess
 import sys
 
@@ -255,6 +256,26 @@ def test_the_first_try_runs_what_the_model_will(ran):
     tensors[0].requires_grad_()
     kernels.nystrom_attention_if_possible(*tensors, ragged(14), **options)
     assert len(ran) == 5 and ran[3].query.requires_grad  # now its gradients are wanted, too
+    assert not ran[3].conv_weight.requires_grad  # frozen, as with LoRA: another kernel
+    weight.requires_grad_()
+    kernels.nystrom_attention_if_possible(*tensors, ragged(14), **options)
+    assert len(ran) == 7 and ran[5].conv_weight.requires_grad
+
+
+def test_shapes_that_the_kernels_would_read_past_are_refused():
+    tensors = draw_heads(14, 3)
+    why = functools.partial(kernels.why_not, *tensors, num_landmarks=M)
+    assert why(torch.ones(1, 14, dtype=torch.bool, device=DEVICE)).endswith("not (1, 14): mask.expand(4, 14)")
+    for shape in ((HEADS, 1, 4, 1), (1, 1, 3, 1)):
+        assert f"(2, 1, T, 1) with an odd T, not {shape}" in why(conv_weight=draw(*shape))
+    assert why(torch.ones(4, 14, dtype=torch.bool, device=DEVICE), conv_weight=draw(HEADS, 1, 3, 1)) is None
+
+
+def test_second_derivatives_are_refused_with_what_has_them():
+    tensors = [tensor.requires_grad_() for tensor in draw_heads(14, 3)]
+    out = kernels.nystrom_attention_if_possible(*tensors, num_landmarks=M)
+    with pytest.raises(RuntimeError, match=r'differentiable once.*attn_implementation="eager"'):
+        torch.autograd.grad(out.sum(), tensors, create_graph=True)
 
 
 def test_the_first_try_draws_none_of_the_models_random_numbers():

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import nystrom_models
 from nystrom_models.kernels import device, first_try
@@ -146,6 +147,33 @@ def test_the_operator_keeps_pytorchs_rules():
     inputs = [tensor.requires_grad_() for tensor in draw(9)]
     arguments = (*inputs[:3], ragged(9), inputs[3])
     torch.library.opcheck(attention._operator, arguments, rtol=1e-4, atol=1e-4)
+
+
+def test_derivatives_forwards_are_left_to_pytorch():
+    query, key, value, _ = draw(9)
+    along = torch.randn_like(query)
+    assert dispatch.causal_linear_attention_if_possible(query, key, value) is not None
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, along)
+        assert dispatch.causal_linear_attention_if_possible(dual, key, value) is None
+
+
+def test_second_derivatives_and_masks_of_another_shape_are_refused():
+    query, key, value, _ = draw(9)
+    query.requires_grad_()
+    out, _ = dispatch.causal_linear_attention_if_possible(query, key, value)
+    with pytest.raises(RuntimeError, match=r'differentiable once.*attn_implementation="sdpa"'):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
+    mask = torch.ones(1, 9, dtype=torch.bool, device=DEVICE)
+    reason = dispatch.CausalInputs(query, key, value, mask, None).why_not()
+    assert "a mask of shape (2, 9), not (1, 9): mask.expand(2, 9)" in reason
+
+
+def test_an_example_of_too_many_values_is_refused():
+    """Offsets are 32-bit integers, those of values, too, which may be wider than the features."""
+    narrow, wide = (torch.empty(1, 32, 600_000, size, device="meta") for size in (16, 128))
+    assert device.why_not_of_tensors([narrow, narrow, narrow], None) is None
+    assert "2**31" in device.why_not_of_tensors([narrow, narrow, wide], None)
 
 
 @pytest.mark.parametrize("fault", ["differs", "raises"])

@@ -9,6 +9,7 @@ from nystrom_models import LinformerConfig, LinformerModel, NystromformerConfig,
 from nystrom_models.models import attention_dropout
 from nystrom_models.models.attention_dropout import attention_with_dropout
 from nystrom_models.models.masked_attention import attend
+from tests.models.options import relative_error
 
 DROPOUT = 0.25  # a multiple of 2⁻¹⁶
 # (batch, heads, queries, keys), and the weights in a block.
@@ -219,6 +220,19 @@ def test_another_default_device():
     expected = draw(*states)
     with torch.device("meta"):
         assert torch.equal(draw(*states), expected)
+
+
+def test_a_skip_of_one_number_for_several_places_is_not_written_over():
+    query, key, value, _ = inputs(2, 2, 30, 20)
+    skip = torch.randn(2, 1, 1, 3, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(attend(query, key, value, skip=skip.expand(2, 2, 30, 3)), attend(query, key, value) + skip)
+        masks = torch.rand(3, 2, 20) < 0.7
+        found = torch.func.vmap(lambda mask: attend(query, key, value, mask, skip=skip.expand(2, 2, 30, 3).clone()))(
+            masks
+        )
+        expected = [attend(query, key, value, mask) + skip for mask in masks]
+    assert relative_error(found, torch.stack(expected)) < 1e-13
 
 
 def test_attend_adds_the_skip():

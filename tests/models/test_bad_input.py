@@ -9,7 +9,7 @@ from transformers.models.nystromformer import NystromformerConfig as BuiltInConf
 
 import nystrom_models
 from nystrom_models import LinformerConfig, LinformerModel, NystromformerConfig, NystromformerModel
-from tests.models.options import make_model
+from tests.models.options import language_model, make_model
 
 BAD_FIELDS = {
     "hidden size": (NystromformerConfig, {"hidden_size": 100, "num_attention_heads": 12}, "hidden_size=108"),
@@ -245,10 +245,20 @@ def test_positions_count_from_where_the_family_says(option, first):
         model(IDS, position_ids=positions + 60)
 
 
-@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-headwise", "linear-relu"])
+@pytest.mark.parametrize(
+    "option",
+    ["nystromformer-landmarks", "linformer-headwise", "linear-relu", "linear-causal"],
+)
 def test_a_batch_of_empty_texts_is_no_error(option):
     """As tokenizers without special tokens make it; it has no token to compute."""
     inputs = {"input_ids": torch.zeros(2, 0, dtype=torch.long), "attention_mask": torch.zeros(2, 0)}
-    assert make_model(option, "ForMaskedLM")(**inputs).logits.shape == (2, 0, 99)
+    model = language_model(option)
+    assert model.config.pad_token_id is not None
+    for given in (inputs, {"input_ids": inputs["input_ids"]}):
+        logits = model(**given).logits
+        assert logits.shape == (2, 0, 99)
+        logits.sum().backward()
+    if "causal" in option:
+        return
     logits = make_model(option, "ForSequenceClassification", classifier_pooling="mean")(**inputs).logits
     assert logits.isfinite().all()

@@ -6,7 +6,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nystrom_models.models import precise_product
-from nystrom_models.models.attention_nystrom import iterative_pinv
+from nystrom_models.models.attention_nystrom import iterative_pinv, nystrom_attention
 from nystrom_models.models.precise_product import multiply
 from tests.models import formulas
 from tests.models.options import relative_error
@@ -26,8 +26,8 @@ class TF32(TorchFunctionMode):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Makes `multiply` split factors on all devices, not only on a GPU."""
-    monkeypatch.setattr(precise_product, "multiply", precise_product._SplitProduct.apply)
-    monkeypatch.setattr("nystrom_models.models.attention_nystrom.multiply", precise_product._SplitProduct.apply)
+    monkeypatch.setattr(precise_product, "multiply", precise_product._WithTangents.apply)
+    monkeypatch.setattr("nystrom_models.models.attention_nystrom.multiply", precise_product._WithTangents.apply)
 
 
 def test_a_product_and_its_gradients(as_on_a_gpu):
@@ -44,11 +44,42 @@ def test_a_product_and_its_gradients(as_on_a_gpu):
         assert relative_error(ours, reference) < 2e-6
 
 
+@pytest.mark.parametrize("of", ["left", "right", "both"])
+def test_its_derivative_forwards(as_on_a_gpu, of):
+    left, right, along_left, along_right = torch.randn(4, 3, 64, 64)
+    expected = 0
+    if of != "right":
+        expected += along_left.double() @ right.double()
+    if of != "left":
+        expected += left.double() @ along_right.double()
+    given = {"left": (left, along_left), "right": (right, along_right)}
+    given = given if of == "both" else {of: given[of]}
+
+    def product(*changed):
+        return precise_product.multiply(
+            *({"left": left, "right": right} | dict(zip(given, changed, strict=True))).values()
+        )
+
+    _, tangent = torch.func.jvp(product, *(tuple(pair[place] for pair in given.values()) for place in (0, 1)))
+    assert relative_error(tangent, expected) < 2e-6
+
+
 def test_a_pseudo_inverse(as_on_a_gpu):
     matrix = torch.softmax(torch.randn(4, 64, 64), dim=-1)
     expected = torch.stack([formulas.pseudo_inverse(one, 6) for one in matrix.double()])
     with TF32():
         assert relative_error(iterative_pinv(matrix), expected) < 1e-5
+
+
+def test_landmark_values_under_autocast_are_as_precise_as_without():
+    query, key, value = torch.randn(3, 1, 2, 64, 16) * 1.5
+    value = 1 + value
+    expected = nystrom_attention(*(t.double() for t in (query, key, value)), num_landmarks=16)
+    halves = [tensor.bfloat16() for tensor in (query, key, value)]
+    without = relative_error(nystrom_attention(*halves, num_landmarks=16), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = nystrom_attention(query, key, value, num_landmarks=16)
+    assert relative_error(found, expected) < 1.1 * without
 
 
 def test_on_a_cpu_it_is_the_product():

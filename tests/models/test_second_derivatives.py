@@ -2,11 +2,15 @@
 """Gradients of gradients with `attn_implementation="eager"`: products with the Hessian, as influence functions and
 sharpness need them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from nystrom_models.models.masked_attention import attend
 from tests.models.options import OPTIONS, language_model, relative_error
 
 # The derivative of relu has a jump, on whose sides two precisions may lie.
@@ -79,3 +83,19 @@ def test_derivatives_forwards(option):
 
     _, tangent = torch.func.jvp(total, (embeddings,), (along,))
     assert relative_error(tangent, (torch.func.grad(total)(embeddings) * along).sum()) < TOLERANCE
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(total(forward_ad.make_dual(embeddings, along))).tangent
+    assert relative_error(tangent, (torch.func.grad(total)(embeddings) * along).sum()) < TOLERANCE
+
+
+def test_derivatives_forwards_through_dropout():
+    """PyTorch's attention with dropout has them, the one for a CPU that stores no weights has not."""
+    query, key, value, along = torch.randn(4, 2, 2, 30, 8, dtype=torch.float64)
+
+    def total(attention, query):
+        torch.manual_seed(3)
+        return attention(query, key, value, dropout_p=0.3).square().sum()
+
+    _, tangent = torch.func.jvp(partial(total, attend), (query,), (along,))
+    after, before = (total(F.scaled_dot_product_attention, query + step * along) for step in (1e-6, -1e-6))
+    assert relative_error(tangent, (after - before) / 2e-6) < 1e-7

@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from ..kernels import nystrom_attention_if_possible
 from ..models.attention_nystrom import (
+    is_exact,
     nystrom_attention,
     nystrom_attention_map,
     nystrom_cross_attention,
@@ -68,8 +69,8 @@ def nystrom_attention_forward(
     Args:
         module: the attention layer. Its configuration has the settings, see `settings.use_nystrom`.
         query: (B, H, N, D). key, value: (B, G, K, D), with H a multiple of G.
-        attention_mask: which keys are visible, see `masks.key_mask_of`. With as many queries as keys, hidden keys are
-            left out of the landmarks of queries, too.
+        attention_mask: which keys are visible, see `masks.key_mask_of`. In self-attention, hidden keys are left out of
+            the landmarks of queries, too.
         dropout: probability of dropping an entry of F = softmax(q k~ᵀ · scaling).
         scaling: factor of the scores, 1 / √D by default.
         is_causal: must be False for more than one query; None for the module's `is_causal`.
@@ -101,7 +102,9 @@ def nystrom_attention_forward(
     query, key, value = scaled_query(query, scaling), *repeated_groups(query, key, value)
     mask = key_mask_of(attention_mask, query.shape[0], query.shape[2], key.shape[2])
     _reject_decoder(module, query, key, settings.num_landmarks)
-    if query.shape[2] == key.shape[2]:
+    # With as many queries as keys, a layer may still attend to another sequence; exact attention is the same for both.
+    crosses = query.shape[2] != key.shape[2] or _is_cross_attention(module)
+    if not crosses and not is_exact(query, settings.num_landmarks):
         segments = None if attention_mask is None or mask is None else segments_of(attention_mask, mask, settings)
         context = _self_attention(query, key, value, mask, dropout_p=dropout, segments=segments, **settings._asdict())
         to_map: Callable[..., Tensor] = functools.partial(nystrom_attention_map, segments=segments)
@@ -110,6 +113,11 @@ def nystrom_attention_forward(
         to_map = nystrom_cross_attention_map
     weights = to_map(query, key, mask, **settings._asdict()) if output_attentions else None
     return context.transpose(1, 2).contiguous(), weights
+
+
+def _is_cross_attention(module: nn.Module) -> bool:
+    """Whether a layer attends to another sequence, as its attribute or its class says. Transformers has no rule."""
+    return bool(getattr(module, "is_cross_attention", False)) or "crossattention" in type(module).__name__.lower()
 
 
 def repeated_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

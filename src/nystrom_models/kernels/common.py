@@ -30,6 +30,15 @@ kernel: Callable[[Callable], Any] = triton.jit(
 )
 
 
+def refuse_second_derivatives(implementation: str) -> None:
+    """Raises RuntimeError in a backward pass that is itself recorded; `implementation` can be derived twice."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "The Triton kernels are differentiable once. For second derivatives (create_graph=True), load the model "
+            f'with attn_implementation="{implementation}".'
+        )
+
+
 class Launch(NamedTuple):
     """How a kernel that goes through the tokens is launched.
 

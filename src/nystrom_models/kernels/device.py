@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from ..models.tracing import is_compiling
+from ..models.tracing import has_tangent, is_compiling
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Largest size of a grid along its second dimension.
@@ -67,6 +67,8 @@ def why_not_in_this_graph(tensors: list[Tensor]) -> str | None:
     for tensor in tensors:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"they need plain tensors, not {type(tensor).__name__}"
+        if has_tangent(tensor):
+            return "forward derivatives (torch.autograd.forward_ad) need PyTorch's operations"
     return None
 
 
@@ -77,7 +79,10 @@ def why_not_of_tensors(tensors: list[Tensor], mask: Tensor | None) -> str | None
         return f"they take one dtype, float16, bfloat16 or float32, and not {', '.join(sorted(map(str, dtypes)))}"
     if mask is not None and mask.dtype != torch.bool:
         return f"they take a mask of torch.bool, not {mask.dtype}: mask.bool()"
-    batch, heads, length, dim = tensors[0].shape
+    batch, heads, length = tensors[0].shape[:3]
+    if mask is not None and mask.shape != (batch, length):
+        return f"they take a mask of shape {(batch, length)}, not {tuple(mask.shape)}: mask.expand({batch}, {length})"
+    dim = max(tensor.shape[3] for tensor in tensors)
     if batch * heads > _MAX_PROGRAMS:
         return f"batch size times heads is {batch * heads}, above {_MAX_PROGRAMS}: take a smaller batch"
     if length * heads * dim >= 2**31:

@@ -188,7 +188,9 @@ class _CausalProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool) -> tuple[Tensor, Tensor]:
-        return _causal_product(left, right, values, state, backwards)
+        sums, final = _causal_product(left, right, values, state, backwards)
+        # An output may be neither an input, as without tokens, nor a view, of which tangents would have to be views.
+        return sums, final.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

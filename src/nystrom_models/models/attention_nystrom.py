@@ -285,7 +285,7 @@ def _landmarks(
     return Landmarks(query_landmarks, key_landmarks, pinv, segments)
 
 
-def _is_exact(query: Tensor, num_landmarks: int | None) -> bool:
+def is_exact(query: Tensor, num_landmarks: int | None) -> bool:
     """Whether no row has more than M tokens. False while a graph is recorded, which must be valid for longer rows."""
     return num_landmarks is None or (not is_tracing(query) and query.shape[2] <= num_landmarks)
 
@@ -318,16 +318,22 @@ def nystrom_attention(
 
     Returns: (B, H, N, D). Values at invalid tokens are finite, but meaningless.
     """
-    if _is_exact(query, num_landmarks):
+    if is_exact(query, num_landmarks):
         return attend_within_rows(query, key, value, mask, dropout_p, skip, attend)
     landmarks = _landmarks(query, key, mask, num_landmarks, pinv_iterations, segments)
     seen = attend(landmarks.query, key, value, mask)  # B V
-    landmark_values = (landmarks.pinv @ seen.to(landmarks.pinv.dtype)).to(value.dtype)
+    landmark_values = _landmark_values(landmarks.pinv, seen).to(value.dtype)
     if landmarks.segments is None:
         return attend(query, landmarks.key, landmark_values, None, dropout_p, skip)
     segments = landmarks.segments
     landmark_values = _own_values_where_exact(landmark_values, value, segments)
     return attend(query, landmarks.key, landmark_values, segments.exists, dropout_p, skip)
+
+
+def _landmark_values(pinv: Tensor, seen: Tensor) -> Tensor:
+    """A⁺ (B V), (B, H, M, D), in the dtype of A⁺, under autocast, too."""
+    with maybe_autocast(pinv.device.type, enabled=False):
+        return pinv @ seen.to(pinv.dtype)
 
 
 def _own_values_where_exact(landmark_values: Tensor, value: Tensor, segments: Segments) -> Tensor:
@@ -355,7 +361,7 @@ def nystrom_attention_map(
 
     Returns: (B, H, R, N), zero in the columns of invalid tokens. Memory is linear in N if rows are given.
     """
-    if _is_exact(query, num_landmarks):
+    if is_exact(query, num_landmarks):
         weights = softmax_attention_map(query, key, mask, rows=rows)
         return torch.dropout(weights, dropout_p, train=dropout_p > 0)
     wanted = query if rows is None else take_tokens(query, rows)
@@ -427,7 +433,7 @@ def nystrom_cross_attention(
         query_exists = query_segments.exists
     pinv = _landmark_pinv(query_landmarks, key_landmarks, exists, pinv_iterations, query_exists)
     seen = attend(query_landmarks, key, value, key_mask)  # B V
-    landmark_values = (pinv @ seen.to(pinv.dtype)).to(value.dtype)
+    landmark_values = _landmark_values(pinv, seen).to(value.dtype)
     if key_segments is not None:
         landmark_values = _own_values_where_exact(landmark_values, value, key_segments)
     context = attend(query, key_landmarks, landmark_values, exists, dropout_p)

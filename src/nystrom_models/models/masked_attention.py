@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_dropout import attention_with_dropout
 from .cpu_blocks import add_attention
 from .token_layout import take_tokens
-from .tracing import depends_on_values
+from .tracing import depends_on_values, has_tangent
 
 # softmax(query keyᵀ / √D) value, with the arguments of `attend`.
 Attend = Callable[..., Tensor]
@@ -50,14 +50,26 @@ def attend(
     """
     mask = visible_keys(key_mask)
     # Dropout drawn in blocks would differ when a checkpointed layer is recomputed.
-    in_blocks = skip is not None and skip.device.type == "cpu" and dropout_p == 0
-    if in_blocks and not torch.is_grad_enabled() and all(map(depends_on_values, (query, key, value))):
+    if skip is not None and dropout_p == 0 and _may_be_overwritten(skip, query, key, value, mask):
         return add_attention(F.scaled_dot_product_attention, query, key, value, mask, skip)
-    if dropout_p > 0 and query.device.type == "cpu" and depends_on_values(query):
+    if dropout_p > 0 and query.device.type == "cpu" and _is_plain(query, key, value):
         context = attention_with_dropout(query, key, value, mask, dropout_p)
     else:
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
     return context if skip is None else context + skip
+
+
+def _may_be_overwritten(skip: Tensor, *others: Tensor | None) -> bool:
+    """Whether a skip may take the result: on a CPU without gradients, if no number of it stands for several."""
+    if skip.device.type != "cpu" or torch.is_grad_enabled():
+        return False
+    known = all(depends_on_values(tensor) for tensor in (skip, *others) if tensor is not None)
+    return known and 0 not in skip.stride()
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether values may be read, and no derivative is carried forward with them."""
+    return all(depends_on_values(tensor) and not has_tangent(tensor) for tensor in tensors)
 
 
 def attend_causally(
@@ -103,7 +115,7 @@ def attend_within_rows(
         attend(*(part.narrow(2, 0, length) for part in row), None, dropout_p)  # shape (1, H, length, D)
         for *row, length in rows
     )
-    if skip is not None and not torch.is_grad_enabled():
+    if skip is not None and _may_be_overwritten(skip):
         for sums, context, length in zip(skip, contexts, lengths, strict=True):
             sums[:, :length] += context[0]
         return skip

@@ -301,7 +301,7 @@ class BaseModel(BasePreTrainedModel):
         # Adapters stand in the place of the table, some without its size.
         num_words = getattr(self.embeddings.word_embeddings, "num_embeddings", self.config.vocab_size)
         shape = check_inputs(self.config, inputs, token_type_ids, position_ids, num_words, seen)
-        if input_ids is not None and depends_on_values(input_ids):
+        if input_ids is not None and depends_on_values(input_ids) and input_ids.numel():
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         if output_attentions is None:
             output_attentions = self.config.output_attentions

@@ -18,7 +18,10 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     TF32 would leave an error of 5e-4 in a pseudo-inverse, instead of 3e-7.
     """
     if left.is_cuda and left.dtype == torch.float32:
-        return _SplitProduct.apply(left, right) if takes_own_gradients() else split_product(left, right)
+        if not takes_own_gradients():
+            return split_product(left, right)
+        function = _SplitProduct if torch.compiler.is_compiling() else _WithTangents
+        return function.apply(left, right)
     return left @ right
 
 
@@ -49,3 +52,18 @@ class _SplitProduct(torch.autograd.Function):
         left_gradient = multiply(gradient, right.mT) if ctx.needs_input_grad[0] else None
         right_gradient = multiply(left.mT, gradient) if ctx.needs_input_grad[1] else None
         return left_gradient, right_gradient
+
+
+class _WithTangents(_SplitProduct):
+    """The same, also differentiable forwards (`torch.func.jvp`), which torch.compile refuses."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, left_tangent: Tensor | None, right_tangent: Tensor | None) -> Tensor:
+        left, right = ctx.saved_tensors
+        by_left = multiply(torch.zeros_like(left) if left_tangent is None else left_tangent, right)
+        return by_left + multiply(left, torch.zeros_like(right) if right_tangent is None else right_tangent)

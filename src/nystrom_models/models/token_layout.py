@@ -31,7 +31,7 @@ def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
     offset = torch.arange(batch, device=states.device) * length
     flat = positions + offset.view(-1, *[1] * (positions.dim() - 1))
     # An embedding look-up copies whole rows, which a gather along an expanded index does not.
-    return F.embedding(flat, states.reshape(batch * length, -1))
+    return F.embedding(flat, states.flatten(0, 1))
 
 
 def pad_tokens(states: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -3,6 +3,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from transformers.utils.import_utils import is_tracing
 
 
@@ -23,6 +24,11 @@ def is_compiling() -> bool:
     other programs must be able to run it."""
     # The flag behind `torch.compiler.is_exporting()`, which torch.compile of torch 2.11 takes for True.
     return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a derivative is carried forward with a tensor (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    return unpack_dual(tensor).tangent is not None
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import by_token
+from ..common import by_token, refuse_second_derivatives
 from .causal import PART_TOKENS, causal_backward, causal_forward
 
 
@@ -66,6 +66,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, context_grad: Tensor | None, final_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    refuse_second_derivatives("sdpa")
     query, key, value, mask, states = ctx.saved_tensors
     if context_grad is None:
         context_grad = torch.zeros_like(value)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..common import by_token
+from ..common import by_token, refuse_second_derivatives
 from .convolution import convolution_backward
 from .landmark_attention import landmark_attention_backward, landmark_attention_forward
 from .landmarks import landmarks_backward, landmarks_forward
@@ -95,6 +94,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, run_backward: Any, context_grad: Tensor) -> tuple[Any, ...]:
+    refuse_second_derivatives("eager")
     query, key, value, conv_weight, seed, *saved = ctx.saved_tensors
     rows, saved = saved[: ctx.num_rows], saved[ctx.num_rows :]
     of_taps = conv_weight is not None and ctx.needs_input_grad[3]
@@ -114,7 +114,6 @@ class Attention(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, context_grad: Tensor) -> tuple[Any, ...]:
         return *_gradients(ctx, backward, context_grad), None, None, None, None, None
 

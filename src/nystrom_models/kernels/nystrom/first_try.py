@@ -29,11 +29,13 @@ class Variant(NamedTuple):
     masked: bool
     dropout: bool
     backward: bool
+    of_taps: bool
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> "Variant":
         """The facts about inputs that the kernels accept."""
         assert inputs.num_landmarks is not None
+        backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors)
         return cls(
             inputs.query.device,
             inputs.dtype,
@@ -43,7 +45,9 @@ class Variant(NamedTuple):
             inputs.taps,
             inputs.mask is not None,
             inputs.dropout_p > 0,
-            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors),
+            backward,
+            # A frozen convolution, as with LoRA, gets no gradient, which is another kernel.
+            backward and inputs.conv_weight is not None and inputs.conv_weight.requires_grad,
         )
 
 
@@ -73,7 +77,10 @@ def _try(device: torch.device, attend: Callable[[AttentionInputs], Tensor], *fac
         kept = mask[:, None, :, None]
         results = []
         for function in (attend, _reference):
-            leaves = [tensor.detach().requires_grad_(variant.backward) for tensor in (*states, taps)]
+            wanted = (*[variant.backward] * 3, variant.of_taps)
+            leaves = [
+                tensor.detach().requires_grad_(needed) for tensor, needed in zip((*states, taps), wanted, strict=True)
+            ]
             inputs = AttentionInputs(
                 query=leaves[0],
                 key=leaves[1],
@@ -87,7 +94,7 @@ def _try(device: torch.device, attend: Callable[[AttentionInputs], Tensor], *fac
             out = function(inputs)
             found = [out * kept]
             if variant.backward:
-                found += torch.autograd.grad(out, inputs.tensors, gradient * kept)
+                found += torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], gradient * kept)
             results.append(found)
     ours, theirs = results
     return difference(device, ours, theirs, dtype)

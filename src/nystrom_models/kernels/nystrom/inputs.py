@@ -82,6 +82,9 @@ class AttentionInputs:
         limit = MAX_LANDMARKS_IN_TENSOR_MEMORY if tensor_memory else MAX_LANDMARKS
         if self.num_landmarks > limit:
             return f"num_landmarks={self.num_landmarks} does not fit: choose at most {limit}"
+        heads = self.query.shape[1]
+        if self.conv_weight is not None and (self.conv_weight.shape[0] != heads or self.taps % 2 == 0):
+            return f"conv_weight must be ({heads}, 1, T, 1) with an odd T, not {tuple(self.conv_weight.shape)}"
         if self.taps > MAX_TAPS:
             return f"conv_kernel_size={self.taps} does not fit: choose at most {MAX_TAPS}"
         if dim > MAX_HEAD_SIZE:
