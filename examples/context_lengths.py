@@ -15,7 +15,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import nystrom_models  # noqa: F401, registers the models
 from nystrom_models.checkpoint import load_tokenizer
@@ -53,6 +53,9 @@ class ContextArguments:
 
 def measure(name: str, documents: Dataset, args: ContextArguments, accelerator: Accelerator) -> list[dict[str, float]]:
     """The scores of a model at each length. A length beyond `max_position_embeddings` is left out, with a message."""
+    config = AutoConfig.from_pretrained(name)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"--models {name} is a {config.model_type}, which is not causal: give models of run_clm.py.")
     tokenizer = causal_tokenizer(load_tokenizer(name))
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer.model_max_length = longest = model.config.max_position_embeddings or NO_LIMIT

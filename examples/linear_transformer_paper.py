@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, get_scheduler, set_seed
 
 from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
+from nystrom_models.training.run import create_folder
 
 SYMBOLS = 10
 LEVELS = 17
@@ -280,7 +281,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict:
     args = parse_args(argv)
     folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(args.output_dir)
     results = run_copy(args) if args.task == "copy" else run_digits(args)
     text = json.dumps({"arguments": vars(args), "torch": torch.__version__, **results}, indent=1)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import Any
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.optimization import OptimizationArguments
 from nystrom_models.training.pretraining import PretrainingArguments, pretrain
+from nystrom_models.training.signals import end_as_signalled
 from nystrom_models.training.splits import load_documents
 
 
@@ -28,3 +29,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
 
 if __name__ == "__main__":
     main()
+    end_as_signalled()

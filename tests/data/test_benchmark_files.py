@@ -24,6 +24,13 @@ def conll(path, tmp_path):
     return load_conll_files("tokens", "ner_tags", [path], "--train_file", tmp_path / "cache")
 
 
+def test_only_spaces_and_tabs_are_between_columns(write, tmp_path):
+    words = ["1\u00a0000", "a\u2028b"]
+    text = f"{words[0]}  O\n{words[1]} B-ORG \r\n"
+    (row,) = conll(write("words.conll", text), tmp_path)
+    assert row == {"tokens": words, "ner_tags": ["O", "B-ORG"]}
+
+
 def test_a_table_cannot_hold_words(write, tmp_path):
     with pytest.raises(ValueError, match=r"words\.csv, given by --test_file: \.csv files cannot hold lists of words"):
         load_conll_files("tokens", "ner_tags", [write("words.csv", "EU,B-ORG\nrejects,O\n")], "--test_file")

@@ -14,7 +14,7 @@ import torch
 import train_tokenizer
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DistilBertConfig
 from transformers import pipeline as hf_pipeline
 
 from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
@@ -179,6 +179,9 @@ def test_bits_per_byte_over_the_length_of_the_context(trained, tmp_path):
     written = json.loads((tmp_path / "context" / "context_lengths.json").read_text())
     assert written["results"] == found and "torch" in written["versions"]
     assert (tmp_path / "context" / "context_lengths.png").read_bytes().startswith(b"\x89PNG")
+    DistilBertConfig(vocab_size=9).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="is a distilbert, which is not causal: give models of run_clm"):
+        context_lengths.main(["--models", str(tmp_path / "bert"), *options[6:]])
     with pytest.raises(ValueError, match="--labels must be 2 different names"):
         context_lengths.main([*options, "--labels", "one", "one"])
 

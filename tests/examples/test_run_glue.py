@@ -21,6 +21,7 @@ from transformers import (
 
 from nystrom_models import NystromformerForSequenceClassification
 from nystrom_models.data.glue import GLUE_TASKS
+from nystrom_models.training import finetuning
 from tests.data.test_glue_files import FOLDERS, glue  # noqa: F401  (a fixture)
 from tests.training import processes
 
@@ -445,6 +446,29 @@ def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
     finished = str(tmp_path / "output")
     again, _ = run(finished, tmp_path / "again", "--validation_file", file, "--multi_label", "--no_do_train")
     assert again["validation"] == pytest.approx(results["validation"], rel=1e-5)
+
+
+def test_results_never_describe_another_model(mrpc, checkpoint, tmp_path, monkeypatch):
+    """A run that replaces a finished one and does not live to its own results leaves none; and says what is left."""
+    shutil.copytree(mrpc[0], tmp_path / "output")
+    options = [*mrpc[3], "--max_train_steps", "2", "--checkpointing_steps", "1"]
+    monkeypatch.setattr(finetuning, "final_scores", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(checkpoint, tmp_path, *options)
+    weights = (tmp_path / "output" / "model.safetensors").read_bytes()
+    assert weights != (mrpc[0] / "model.safetensors").read_bytes()
+    assert not (tmp_path / "output" / "all_results.json").exists()
+
+    def full(accelerator, model, tokenizer, folder, save=finetuning.save_pretrained):
+        if folder.name == "output":
+            raise OSError("No space left on device")
+        save(accelerator, model, tokenizer, folder)
+
+    monkeypatch.setattr(finetuning, "save_pretrained", full)
+    with pytest.raises(OSError, match=r"output failed: No space.*checkpoint-2 is complete, and --resume"):
+        run(checkpoint, tmp_path, *options, "--overwrite_output_dir")
+    with pytest.raises(OSError, match="nothing of the training is left"):
+        run(checkpoint, tmp_path, *mrpc[3], "--max_train_steps", "2", "--overwrite_output_dir")
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["early", "to the end"])

@@ -5,7 +5,10 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -24,7 +27,13 @@ from nystrom_models.training import (
     loop,
     train,
 )
-from nystrom_models.training.checkpoints import make_way, read_progress
+from nystrom_models.training.arguments import RunArguments
+from nystrom_models.training.checkpoints import BestModel, make_way, read_progress
+from nystrom_models.training.loop import Evaluation
+from nystrom_models.training.run import start_run
+from nystrom_models.training.saving import save_pretrained
+from nystrom_models.training.selection import Goal
+from nystrom_models.training.signals import Signals, end_as_signalled
 from tests.training import processes, stopped_run
 from tests.training.models import tiny_model
 from tests.training.stopped_run import Run
@@ -174,6 +183,7 @@ def test_stopped_at_random_moments_again_and_again(kind, number, data, unstopped
 
 
 def short_run(tokenizer, examples, folder, steps=6, accelerator=None, learning_rate=1e-3, micro_batch=8, **options):
+    evaluation = options.pop("evaluation", None)
     optimization = {name: options.pop(name) for name in ("weight_decay", "tokens_per_step") if name in options}
     accumulation = 8 // micro_batch
     return train(
@@ -189,6 +199,7 @@ def short_run(tokenizer, examples, folder, steps=6, accelerator=None, learning_r
             **optimization,
         ),
         settings=options.pop("settings", None),
+        evaluation=evaluation,
         checkpoints=CheckpointArguments(str(folder), 2, **options),
     )
 
@@ -263,6 +274,79 @@ def test_a_model_is_not_removed_before_it_is_read(folder, tmp_path):
     assert model.is_dir()
     make_way(Arguments(str(tmp_path), overwrite_output_dir=True, teacher_model_name_or_path="google-bert/bert"))
     assert not model.exists()
+
+
+def test_a_checkpoint_beyond_the_last_step_is_not_resumed(tokenizer, examples, tmp_path):
+    short_run(tokenizer, examples, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"checkpoint-6 has taken 6 steps, and this run has 5: give --max_train_steps 6"
+    ):
+        short_run(tokenizer, examples, tmp_path, steps=5, resume_from_checkpoint="latest")
+    assert short_run(tokenizer, examples, tmp_path, steps=6, resume_from_checkpoint="latest").step == 6
+
+
+HOLDER = """
+import sys, time
+from nystrom_models.training.folder_lock import folder_lock
+with folder_lock(sys.argv[1]):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
+def test_two_runs_do_not_write_to_one_folder(tokenizer, examples, tmp_path):
+    short_run(tokenizer, examples, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "locked\n"
+        for options in ({"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
+            with pytest.raises(ValueError, match=rf"Another run \(process {other.pid}\) is writing to --output_dir"):
+                short_run(tokenizer, examples, tmp_path, **options)
+            arguments = RunArguments(output_dir=str(tmp_path), **options)
+            with pytest.raises(ValueError, match="Another run"):
+                start_run(arguments)
+        (tmp_path / ".running").unlink()
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    finally:
+        other.kill()  # of which no lock is left
+        other.wait()
+    assert short_run(tokenizer, examples, tmp_path, steps=8, resume_from_checkpoint="latest").step == 8
+    assert not (tmp_path / ".running").exists()
+
+
+def test_the_best_model_is_known_in_another_folder(tokenizer, examples, tmp_path, capsys):
+    accelerator, losses = create_accelerator(), iter([3.0, 1.0, 2.0, 2.5, 1.5])
+
+    def evaluation(folder):
+        best = BestModel(accelerator, folder, lambda model, path: save_pretrained(accelerator, model, None, path))
+        return Evaluation(lambda _: {"loss": next(losses)}, 2, Goal("loss", False), best)
+
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    short_run(tokenizer, examples, one, steps=7, evaluation=evaluation(one))
+    resumed = {"steps": 9, "resume_from_checkpoint": str(one / "checkpoint-6")}
+    state = short_run(tokenizer, examples, two, evaluation=evaluation(two), **resumed)
+    assert (state.best.value, state.best.step, state.best.evaluations_since) == (1.0, 4, 2)
+    for name in ("best.json", "model.safetensors"):
+        assert (two / "best_model" / name).read_bytes() == (one / "best_model" / name).read_bytes()
+    assert "will be one of the later ones" not in capsys.readouterr().out
+    shutil.rmtree(one / "best_model")
+    state = short_run(tokenizer, examples, three, evaluation=evaluation(three), **resumed)
+    assert (state.best.value, state.best.step) == (1.5, 8)
+    assert "that of step 4, is not in" in capsys.readouterr().out
+
+
+def test_a_run_that_a_signal_ended_gives_the_status_of_the_signal(monkeypatch):
+    monkeypatch.setattr(Signals, "_ended_by", None)
+    end_as_signalled()
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        with Signals() as signals:
+            os.kill(os.getpid(), number)
+        signals.end_run()
+        with pytest.raises(SystemExit) as ended:
+            end_as_signalled()
+        assert ended.value.code == status
 
 
 def test_oldest_checkpoints_are_removed(tokenizer, examples, tmp_path):

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 
 from nystrom_models.data.classification import TextTask
+from nystrom_models.training import splits
 from nystrom_models.training.arguments import DataArguments, RunArguments
 from nystrom_models.training.results import write_results
 from nystrom_models.training.run import start_run
@@ -22,6 +23,17 @@ TASKS = {
     "several": TextTask(("text",), multi_label=True),
     "number": TextTask(("text",), regression=True),
 }
+
+
+def test_a_cache_of_another_user_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(splits.os, "access", lambda path, mode: path != tmp_path)
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    folder = tmp_path / "cache" / "datasets"
+    with pytest.raises(PermissionError, match=r"--cache_dir .*cache/datasets is not writable: give another"):
+        load_data(DataArguments(cache_dir=str(folder)), [str(tmp_path / "x.jsonl")])
+    monkeypatch.setattr(splits.datasets.config, "HF_DATASETS_CACHE", folder)
+    with pytest.raises(PermissionError, match=r"The cache of `datasets`, .*is not writable: give --cache_dir"):
+        load_data(DataArguments(), [str(tmp_path / "x.jsonl")])
 
 
 def test_predictions_are_read_back_whatever_is_in_a_label(tmp_path):

@@ -242,6 +242,8 @@ def test_saved_model_and_tokenizer_are_loaded(examples, tokenizer, tmp_path):
     accelerator = create_accelerator()
     model = tiny_model("linformer", tokenizer)
     save_pretrained(accelerator, accelerator.prepare(model), tokenizer, tmp_path)
+    # Whoever may read the folder may read the weights.
+    assert len({path.stat().st_mode for path in tmp_path.iterdir() if path.suffix in (".json", ".safetensors")}) == 1
     loaded = AutoModelForPreTraining.from_pretrained(tmp_path)
     batch = PretrainingCollator(AutoTokenizer.from_pretrained(tmp_path))([examples[0]])
     with torch.no_grad():

@@ -2,6 +2,7 @@
 """Files with a word and its labels on each line, as in CoNLL's shared tasks and WNUT."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ _WITH_LISTS = (".json", ".jsonl", ".parquet")
 
 
 def _fields(line: str) -> list[str]:
-    return line.strip("\r\n").split("\t") if "\t" in line else line.split()
+    """Columns between tabs, or else between spaces: other white space, such as no-break spaces, is part of a word."""
+    return line.strip("\r\n").split("\t") if "\t" in line else re.split(" +", line.strip(" \r\n"))
 
 
 def _has_labels(path: str) -> bool:

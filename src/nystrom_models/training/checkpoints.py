@@ -301,6 +301,17 @@ class BestModel:
                 partial.rename(self.folder)
         self.accelerator.wait_for_everyone()
 
+    def adopt(self, output_dir: Path, step: int) -> None:
+        """Takes over the best model of another run from its folder, if it is that of this step."""
+        source = BestModel(self.accelerator, output_dir, self.save_model)
+        if self.accelerator.is_main_process and source.step() == step:
+            partial = self.folder.with_name(f".{BEST}.partial")
+            with _clear_failure(partial, self.folder):
+                shutil.copytree(source.folder, partial)
+                _remove(self.folder)
+                partial.rename(self.folder)
+        self.accelerator.wait_for_everyone()
+
     def load(self, model: nn.Module) -> None:
         """Loads the saved weights into the prepared model."""
         load_weights(bare_model(self.accelerator, model), self.folder)

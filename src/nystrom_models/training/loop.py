@@ -28,6 +28,7 @@ from .checkpoints import (
     save_checkpoint,
     supersede_checkpoints,
 )
+from .folder_lock import folder_lock
 from .identity import EVALUATED_BY, compare, run_settings
 from .memory import return_free_memory
 from .objectives import Batch, Objective
@@ -125,6 +126,13 @@ class TrainingLoop:
 
     def run(self) -> TrainingState:
         """Trains to the end, or until a signal or early stopping ends the run."""
+        if self.checkpoints is None:
+            return self._run()
+        Path(self.checkpoints.output_dir).mkdir(parents=True, exist_ok=True)
+        with folder_lock(self.checkpoints.output_dir) if self.accelerator.is_main_process else nullcontext():
+            return self._run()
+
+    def _run(self) -> TrainingState:
         set_seed(self.seed, device_specific=True)  # otherwise all processes would draw the same dropout
         self.restore()
         self.model.train()
@@ -158,7 +166,6 @@ class TrainingLoop:
         """Resumes from the checkpoint that the flags name, if any."""
         if self.checkpoints is None:
             return
-        Path(self.checkpoints.output_dir).mkdir(parents=True, exist_ok=True)
         make_way(self.checkpoints, remove=self.accelerator.is_main_process)
         checkpoint = find_checkpoint(self.checkpoints)
         if checkpoint is None:
@@ -166,6 +173,11 @@ class TrainingLoop:
         progress = read_progress(checkpoint)
         settings = json.loads(json.dumps(self.settings))
         compare(progress["settings"], settings, str(checkpoint))
+        if progress["step"] > self.total_steps:
+            raise ValueError(
+                f"{checkpoint} has taken {progress['step']:,} steps, and this run has {self.total_steps:,}: give "
+                f"--max_train_steps {progress['step']} or more, or resume from an earlier checkpoint."
+            )
         load_checkpoint(self.accelerator, checkpoint)
         rate = self.optimizer.param_groups[0]["lr"]
         set_schedule_step(self.scheduler, progress["step"])
@@ -181,8 +193,15 @@ class TrainingLoop:
                 "with later ones, and the best model is one of the later ones"
             )
         kept = None if self.evaluation is None else self.evaluation.best_model
-        if kept is not None and kept.step() != self.state.best.step:
-            self.state.best = Best()  # the saved model is from a later step, which will be repeated
+        if kept is not None and self.state.best.step is not None:
+            if checkpoint.resolve().parent != Path(self.checkpoints.output_dir).resolve():
+                kept.adopt(checkpoint.parent, self.state.best.step)
+            if kept.step() != self.state.best.step:
+                self.accelerator.print(
+                    f"The best model so far, that of step {self.state.best.step}, is not in {checkpoint.parent}: the "
+                    "best model will be one of the later ones"
+                )
+                self.state.best = Best()
         # It may have been stopped while the final model was scored.
         patience = None if self.evaluation is None else self.evaluation.patience
         self.state.stopped_early = patience is not None and self.state.best.evaluations_since >= patience
@@ -381,6 +400,8 @@ class TrainingLoop:
             if self.on_save is not None:
                 self.on_save(path)
         state.interrupted = self.stop and state.step < self.total_steps and not state.stopped_early
+        if state.interrupted:
+            self.signals.end_run()
 
     def _save_model(self, folder: Path) -> None:
         if self.save_model is not None:

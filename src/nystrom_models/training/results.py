@@ -15,6 +15,7 @@ import torch
 
 from .. import __version__
 
+RESULTS = "all_results.json"
 PACKAGES = ("transformers", "accelerate", "datasets", "evaluate")
 
 
@@ -29,16 +30,21 @@ def _json(value: Any) -> Any:
 
 def write_json(path: Path, content: Any, lines: bool = False, append: bool = False) -> None:
     """Writes a JSON file, completely or not at all. With `lines`, each item of `content` is a line; `append` adds
-    lines to an existing file. NaN becomes null."""
+    lines to an existing file. NaN becomes null. An OSError names the file."""
     content = _json(content)
     parts = [json.dumps(item, allow_nan=False) for item in content] if lines else [json.dumps(content, indent=2)]
-    if append:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(part + "\n" for part in parts))
-        return
+    text = "".join(part + "\n" for part in parts)
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text("".join(part + "\n" for part in parts), encoding="utf-8")
-    aside.replace(path)
+    try:
+        if append:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(text)
+            return
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
 def _with_nan(value: Any) -> Any:
@@ -101,7 +107,7 @@ def markdown_cell(value: object) -> str:
 
 def read_results(output_dir: str | os.PathLike) -> dict[str, Any] | None:
     """What [`write_results`] wrote into `output_dir`, null in `results` as NaN; None if there is no such file."""
-    content = read_json(Path(output_dir, "all_results.json"))
+    content = read_json(Path(output_dir, RESULTS))
     return content if content is None else {**content, "results": _with_nan(content.get("results", {}))}
 
 
@@ -122,7 +128,7 @@ def write_results(
     Returns:
         The file: an object with `results`, `arguments`, `identity` and `versions`.
     """
-    path = Path(output_dir, "all_results.json")
+    path = Path(output_dir, RESULTS)
     write_json(path, results_content(results, *arguments, identity=identity))
     return path
 

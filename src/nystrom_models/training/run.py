@@ -5,7 +5,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 from ..data.loading import TrainingLoader
 from ..models.configuration_base import BaseConfig
 from .arguments import RunArguments
-from .checkpoints import BestModel, make_way
+from .checkpoints import BEST, BestModel, list_checkpoints, make_way
 from .curve import plot_history
+from .folder_lock import folder_lock
 from .hub import IGNORED_OF_CHECKPOINTS, create_repository, push
 from .identity import HOUSEKEEPING, PLACES, flags, run_settings
 from .launch import create_accelerator
@@ -29,7 +31,7 @@ from .loop import Evaluation, num_training_steps, train
 from .model_card import write_model_card
 from .objectives import Objective
 from .optimization import OptimizationArguments
-from .results import read_results, write_results
+from .results import RESULTS, read_results, write_results
 from .selection import Goal
 from .state import TrainingState, log_evaluation
 
@@ -50,7 +52,8 @@ def start_run(args: RunArguments) -> Accelerator:
     the main one.
 
     Raises:
-        ValueError: if `--output_dir` has checkpoints of an earlier run; with `--no_do_train`, results of a training.
+        ValueError: if `--output_dir` has checkpoints of an earlier run, or another run is writing to it; with
+            `--no_do_train`, if it has results of a training.
         NotADirectoryError, PermissionError: if `--output_dir` cannot be a folder to write to.
         PermissionError, ConnectionError: if the Hub would refuse the upload of `--push_to_hub`.
         ImportError: if a tracker is not installed.
@@ -68,7 +71,11 @@ def start_run(args: RunArguments) -> Accelerator:
     accelerator = create_accelerator(args.mixed_precision, **options)
     create_folder(args.output_dir)
     if args.do_train:
-        make_way(args, remove=accelerator.is_main_process)
+        if accelerator.is_main_process:
+            with folder_lock(args.output_dir):  # before anything of another run is removed
+                make_way(args)
+        else:
+            make_way(args, remove=False)
     else:
         _refuse_to_replace(args)
     if args.push_to_hub and accelerator.is_main_process:
@@ -194,9 +201,32 @@ def train_model(
     if state.interrupted:
         accelerator.print(f"Stopped after step {state.step}; --resume_from_checkpoint latest continues.")
         return state
+    if accelerator.is_main_process:
+        # Those of an earlier run must not describe this model if this run does not live to write its own.
+        Path(args.output_dir, RESULTS).unlink(missing_ok=True)
     # Saved first, so that a later failure cannot lose the training.
-    save_model(state.model, Path(args.output_dir))
+    with _clear_failure_of_the_end(args):
+        save_model(state.model, Path(args.output_dir))
     return state
+
+
+@contextmanager
+def _clear_failure_of_the_end(args: RunArguments) -> Iterator[None]:
+    """After a failure to write the final model, whose error may come from any library, says what is left."""
+    try:
+        yield
+    except FloatingPointError:  # of weights, which room does not mend
+        raise
+    except Exception as error:
+        kept = [Path(args.output_dir, BEST), *list_checkpoints(args.output_dir)[-1:]]
+        left = " and ".join(str(path) for path in kept if path.is_dir())
+        raise OSError(
+            f"Saving the model to --output_dir {args.output_dir} failed: {error}. Make room; "
+            + (f"{left} is complete, and --resume_from_checkpoint latest continues." if left else _NOTHING_LEFT)
+        ) from error
+
+
+_NOTHING_LEFT = "nothing of the training is left, because --checkpointing_steps was not given."
 
 
 def final_scores(
@@ -219,7 +249,8 @@ def final_scores(
     elif args.load_best_model_at_end:
         accelerator.print(f"The model of step {best.step} is the best one, by {goal.metric}")
         BestModel(accelerator, args.output_dir, save_model).load(state.model)
-        save_model(state.model, Path(args.output_dir))
+        with _clear_failure_of_the_end(args):
+            save_model(state.model, Path(args.output_dir))
         metrics = dict(scores(state.model))
     return metrics
 
@@ -305,12 +336,15 @@ def _describe(
     hyperparameters = {**_hyperparameters(*arguments), "steps": state.step}
     if accelerator.num_processes > 1:
         hyperparameters["processes"] = accelerator.num_processes
-    write_model_card(
-        args.output_dir,
-        hub_model_id=args.hub_model_id,
-        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-        hyperparameters=hyperparameters,
-        language=args.language,
-        license=args.license,
-        **card,
-    )
+    try:
+        write_model_card(
+            args.output_dir,
+            hub_model_id=args.hub_model_id,
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            hyperparameters=hyperparameters,
+            language=args.language,
+            license=args.license,
+            **card,
+        )
+    except OSError as error:
+        accelerator.print(f"No model card was written: {error}")

@@ -2,6 +2,7 @@
 """Models as folders that `from_pretrained` loads."""
 
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint import save_tokenizer
 from .lora import has_lora, load_trained, merged_weights, save_trained
@@ -71,6 +72,9 @@ def save_pretrained(
         # Otherwise, a BERT that was loaded from a checkpoint with older names of weights would be saved with them.
         save_original_format=False,
     )
+    if accelerator.is_main_process:
+        for file in Path(output_dir).glob("*.safetensors"):  # which only their owner may read otherwise
+            shutil.copymode(Path(output_dir, CONFIG_NAME), file)
     if accelerator.is_main_process and has_lora(bare):
         save_trained(bare, output_dir)
     if accelerator.is_main_process and tokenizer is not None:

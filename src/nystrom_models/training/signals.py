@@ -2,6 +2,7 @@
 """Signals that make a run save, or save and end."""
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -19,9 +20,12 @@ class Signals:
     Only the main thread can handle signals. In other threads, and with `enabled=False`, nothing changes.
     """
 
+    _ended_by: int | None = None  # for all instances: the signal that ended a run of this process
+
     def __init__(self, enabled: bool = True):
         self.enabled = enabled and threading.current_thread() is threading.main_thread()
         self.stop = self.save = False
+        self._number = signal.SIGTERM  # another process of the run may have got the signal
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
@@ -38,6 +42,10 @@ class Signals:
             signal.signal(number, handler)
         self._previous = {}
 
+    def end_run(self) -> None:
+        """Notes for [`end_as_signalled`] that the run ends before its last step."""
+        Signals._ended_by = self._number
+
     def take_save(self) -> bool:
         """Whether SIGUSR1 has arrived since the last call."""
         asked = self.save
@@ -51,4 +59,11 @@ class Signals:
         elif number == signal.SIGINT and self.stop:
             raise KeyboardInterrupt
         else:
-            self.stop = True
+            self.stop, self._number = True, signal.Signals(number)
+
+
+def end_as_signalled() -> None:
+    """If a signal ended a run, ends the process with 128 plus its number (143 for SIGTERM, 130 for Ctrl-C), the status
+    that shells give to programs that signals end: further commands do not go on with an unfinished model."""
+    if Signals._ended_by is not None:
+        sys.exit(128 + Signals._ended_by)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data sets of a run, by split, from the files or the Hub data set that its flags name."""
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -43,7 +45,9 @@ def load_data(
 
     Raises:
         ValueError: if both are given, or the data set has no such splits.
+        PermissionError: if the cache is not writable.
     """
+    _check_cache(args.cache_dir)
     files = {"train": args.train_file, "validation": args.validation_file, "test": test_file}
     if args.dataset_name is None:
         _refuse_split(args)
@@ -98,6 +102,15 @@ def sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
     return dataset if size is None or size >= len(dataset) else dataset.shuffle(seed).select(range(size))
 
 
+def _check_cache(cache_dir: str | None) -> None:
+    """Raises a PermissionError if `datasets` could not write to its cache, such as that of another user."""
+    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        given = f"--cache_dir {cache_dir}" if cache_dir else f"The cache of `datasets`, {folder},"
+        raise PermissionError(f"{given} is not writable: give {'another' if cache_dir else '--cache_dir'}.")
+
+
 def load_documents(args: LanguageModelingArguments) -> dict[str, Dataset | IterableDataset]:
     """Documents for pretraining: `train`, which is a stream with `--streaming`, and `validation`.
 
@@ -109,6 +122,7 @@ def load_documents(args: LanguageModelingArguments) -> dict[str, Dataset | Itera
         ValueError: if the flags give no data or both a data set and files, if there are too few documents, or if the
             split of `--validation_split` does not exist.
     """
+    _check_cache(args.cache_dir)
     train, validation = _load_documents(args)
     if args.streaming:
         return _stream(args, train, validation)
