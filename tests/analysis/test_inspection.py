@@ -6,6 +6,8 @@ import torch
 
 from nystrom_models.analysis import Setting, inspect_attention, inspection, visit_attention
 from nystrom_models.analysis.measures import exact_map, nystrom_map
+from nystrom_models.analysis.report import attended
+from nystrom_models.analysis.results import Inspection, Layer, Sums
 from nystrom_models.models.attention_nystrom import nystrom_attention_reference
 from nystrom_models.models.masked_attention import attend
 from tests.analysis.models import make_model, padded_batch
@@ -178,6 +180,49 @@ def test_a_token_is_looked_up_where_it_is_and_its_map_is_no_exact_one():
     assert not torch.allclose(*found.layers[0].token, atol=1e-3)
     short = inspect_attention(model, calls[:1], num_landmarks=[16, 64], pinv_iterations=[6])
     assert short.main == Setting(12, "nystrom", 64, 6)
+
+
+def test_dropout_is_off_meanwhile():
+    model, calls = make_model("Bert", hidden_dropout_prob=0.5).train(), alone([37])
+    found = [inspect_attention(model, calls, num_landmarks=[8]) for _ in range(2)]
+    assert torch.equal(*(each.output_error(1, each.main) for each in found)) and model.training
+
+
+def test_figures_are_those_of_the_main_iterations_at_the_greatest_length():
+    """Maps have half of the errors of outputs."""
+    main = Setting(37, "nystrom", 8, 6)
+    errors = {
+        Setting(23, "nystrom", 4, 6): (0.01, 0.01),
+        Setting(37, "nystrom", 4, 6): (0.5, 0.5),
+        Setting(37, "nystrom", 8, 1): (0.5, 0.5),
+        main: (0.02, 0.08),
+    }
+    layers = {0: Layer("first", 1), 3: Layer("second", 1)}
+    for setting, by_layer in errors.items():
+        for layer, error in zip(layers.values(), by_layer, strict=True):
+            outputs = torch.tensor([[error**2, 1.0]], dtype=torch.float64)
+            layer.errors[setting] = Sums(outputs * torch.tensor([0.25, 1.0]), outputs)
+    found = Inspection(layers, list(errors), main, {})
+    assert found.model_error(main) == pytest.approx(0.05)
+    assert found.model_error(main, "map") == pytest.approx(0.025)
+    assert found.landmarks_needed(0.1) == {"by_layer": [8, 8], "by_head": [[8], [8]]}
+    assert found.landmarks_needed(0.05) == {"by_layer": [8, 37], "by_head": [[8], [37]]}
+    row = next(row for row in found.to_dict(0.1)["errors"] if row["layer"] == 3 and row["num_landmarks"] == 8)
+    assert (row["output_error"], row["map_error"]) == (0.5, 0.25)
+
+
+def test_what_a_token_attends_to_is_the_mean_of_the_heads():
+    exact = torch.tensor([[0.1, 0.6, 0.3], [0.7, 0.1, 0.2]])
+    layer = Layer("layer", 2, token=torch.stack([exact, exact.flip(1)]))
+    inspection = Inspection({4: layer}, [], Setting(3, "nystrom", 2, 6), {})
+    found = attended(inspection, -1, torch.tensor([11, 12, 13]), str)
+    assert (found["index"], found["token"], found["length"]) == (2, "13", 3)
+    [row] = found["layers"]
+    assert row["layer"] == 4
+    assert row["exact"] == [
+        {"index": place, "token": str(11 + place), "weight": weight} for place, weight in enumerate((0.4, 0.35, 0.25))
+    ]
+    assert [part["token"] for part in row["approximated"]] == ["13", "12", "11"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,23 @@ def test_accuracy_and_loss_are_those_of_the_models_logits():
     assert few["mlm_loss"] != exact["mlm_loss"]
 
 
+def test_a_share_has_its_standard_error_and_special_tokens_do_not_count():
+    """A model that always predicts token 7."""
+    model = make_model("Bert", "ForMaskedLM")
+    with torch.no_grad():
+        model.cls.predictions.decoder.bias[7] = 1e4
+    row = {"input_ids": torch.tensor([[0] + [7] * 9 + [8] * 27 + [1]])}
+    [found] = masked_accuracy(model, [row], [None], **OPTIONS, mlm_probability=1.0)
+    assert (found["mlm_accuracy"], found["tokens"]) == (0.25, 36)
+    assert found["standard_error"] == pytest.approx((0.25 * 0.75 / 36) ** 0.5)
+
+
+def test_dropout_is_off_meanwhile():
+    model = make_model("Bert", "ForMaskedLM", hidden_dropout_prob=0.5).train()
+    found = [masked_accuracy(model, [ROW], [None, 4], **OPTIONS, mlm_probability=0.5) for _ in range(2)]
+    assert found[0] == found[1] and model.training
+
+
 @torch.no_grad()
 def test_a_bert_attends_through_landmarks_for_the_time_being():
     model = make_model("Bert")

@@ -56,6 +56,16 @@ def test_an_earlier_quantized_file_does_not_stay(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "model_quantized.onnx").exists()
 
 
+@pytest.mark.parametrize("given", [None, ["input_ids"]])
+def test_the_file_is_verified_and_has_the_inputs_of_the_tokenizer(given, folder, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: calls.append(options) or path)
+    model, tokenizer = load_for_export(folder / "model", None), AutoTokenizer.from_pretrained(folder / "model")
+    deployment.export_folder(model, tokenizer, tmp_path, opset_version=19, input_names=given)
+    names = deployment.model_inputs(tokenizer) if given is None else given
+    assert calls == [{"input_names": names, "opset_version": 19, "verify": True}]
+
+
 def test_configuration_and_tokenizer_are_those_of_the_exported_model(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)
     model = load_for_export(folder / "model", "fill-mask")

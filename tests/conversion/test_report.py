@@ -54,9 +54,11 @@ def test_pairs_are_compared_as_pairs(tmp_path):
     assert all(found.largest > 0 for found in report.differences)
 
 
-def test_differences_are_those_of_the_models(source):
+@pytest.mark.parametrize("reverse", [False, True])
+def test_differences_are_those_of_the_models(reverse, source):
     config = converted_config(source, "linformer", projected_dim=8)
     rows = torch.randint(5, 99, (3, LENGTH))
+    rows = rows.flip(0) if reverse else rows
     model, report = convert(source, config, sample=rows, return_report=True)
     theirs = convert(source, converted_config(source, num_landmarks=None, conv_kernel_size=None))
     with torch.no_grad():

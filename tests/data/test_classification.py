@@ -94,6 +94,7 @@ def test_pairs_that_stand_apart(tokenizer):
     rows = classification_dataset(pairs, tokenizer, 5, ["text", "other"], **options)
     assert tokenizer.batch_decode(rows[1]["input_ids"]) == ["[CLS] element error file [SEP]", "[CLS] file [SEP]"]
     assert list(rows["length"]) == [5 + 4, 5 + 3]
+    assert list(rows["truncated"]) == [False, True]  # of one of the two texts
     batch = ClassificationCollator(tokenizer, with_index=True)(list(rows))
     assert batch["input_ids"].shape == (2, 2, 5) and batch["attention_mask"].sum(-1).tolist() == [[5, 4], [5, 3]]
     assert tokenizer.decode(batch["input_ids"][0, 1]) == "[CLS] error element [SEP] [PAD]"

@@ -168,6 +168,12 @@ def test_the_order_is_a_function_of_the_seed_and_draws_nothing_elsewhere():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_each_epoch_has_an_order_of_its_own():
+    taken = [{row for _, row in rows_of(step)} for step in steps(RowLoader(dataset(), collate, 17), 118)]
+    assert set().union(*taken[:59]) == set().union(*taken[59:]) == set(range(1003))
+    assert not any(one == other for one, other in zip(taken[:59], taken[59:], strict=True))
+
+
 def test_a_process_without_rows_computes_what_does_not_count():
     loader = RowLoader(dataset([50, 60, 70]), collate, 4, tokens_per_step=70)
     by_process = [steps(loader, 6, 4, rank) for rank in range(4)]
@@ -183,6 +189,11 @@ def collate_ids(rows):
 def test_evaluation_sees_every_row_once():
     loader = eval_dataloader(dataset(), collate_ids, 64)
     assert sorted(row for batch in loader for row in batch) == list(range(len(LENGTHS)))
+
+
+def test_evaluation_goes_from_short_rows_to_long_ones():
+    rows = [row for batch in eval_dataloader(dataset(), collate_ids, 64) for row in batch]
+    assert [LENGTHS[row] for row in rows] == sorted(LENGTHS)
 
 
 def test_what_cannot_be_divided_into_steps():

@@ -121,6 +121,32 @@ def test_whole_words_are_masked_together(tokenizer):
         collator([{name: value for name, value in rows[0].items() if name != "word_starts"}])
 
 
+def test_a_row_with_nothing_chosen_gets_one_whole_word(tokenizer):
+    """Of a share that chooses nothing."""
+    texts = Dataset.from_dict({"text": ["Uncompute rematrixed tokenizers of subtensors."] * 20})
+    rows = list(pretraining_dataset(texts, tokenizer, MAX_LENGTH, with_word_starts=True, sentence_order=False))
+    batch = PretrainingCollator(tokenizer, 1e-9, whole_word_mask=True, sentence_order=False)(rows)
+    sizes = []
+    for row, labels in zip(rows, batch["labels"].tolist(), strict=True):
+        predicted = np.array(labels[1 : 1 + len(row["input_ids"])]) != -100
+        [word] = [word for word in np.split(predicted, np.flatnonzero(row["word_starts"])[1:]) if word.any()]
+        assert word.all()
+        sizes.append(len(word))
+    assert max(sizes) > 2
+    batch = PretrainingCollator(tokenizer, 1e-9, sentence_order=False)(rows)
+    assert (batch["labels"] != -100).sum(1).tolist() == [1] * len(rows)
+
+
+def test_unknown_tokens_are_not_predicted(tokenizer):
+    texts = Dataset.from_dict({"text": ["The mean of the data \u2248 the value of the default dtype."] * 9})
+    rows = list(pretraining_dataset(texts, tokenizer, MAX_LENGTH, 0.0, sentence_order=False))
+    batch = PretrainingCollator(tokenizer, mlm_probability=1.0, sentence_order=False)(rows)
+    original = unmasked(batch)
+    assert (original == tokenizer.unk_token_id).sum(1).tolist() == [1] * 9
+    special = torch.isin(original, torch.tensor(tokenizer.all_special_ids))
+    assert torch.equal(batch["labels"] == -100, special)
+
+
 def test_everything_depends_on_seed_epoch_and_row_alone(rows, tokenizer):
     chosen = rows[:16]
 
@@ -186,6 +212,12 @@ def test_other_templates_and_padding():
     assert single == "<s> One.</s>"
     assert batch["attention_mask"][1, -1] == 1 and batch["attention_mask"][1, 0] == 0
     assert not batch["token_type_ids"].any()
+
+
+def test_padding_is_as_short_as_it_can_be(rows, tokenizer):
+    longest = PretrainingCollator(tokenizer)(rows)["input_ids"].shape[1]
+    for multiple, width in ((longest, longest), (longest - 1, 2 * longest - 2)):
+        assert PretrainingCollator(tokenizer, pad_to_multiple_of=multiple)(rows)["input_ids"].shape[1] == width
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nystrom_models.data import pretraining_dataset, train_character_tokenizer
+from nystrom_models.data import pretraining_dataset, pretraining_stream, train_character_tokenizer
 from nystrom_models.data.pretraining import ordered_share
 
 MAX_LENGTH = 48
@@ -145,6 +145,20 @@ def test_sentences_begin_with_the_space_before_them():
             "Ende!",
             "\U0001f600 Noch eins.",
         ]
+
+
+def test_abbreviations_are_those_of_the_language():
+    """In the rows of a data set and of a stream."""
+    text = "Siehe Abb. 3 im Text. Dann weiter."
+    tokenizer = byte_level_tokenizer([text] * 3)
+    documents = Dataset.from_dict({"text": [text]})
+    for language, number in (("en", 3), ("de", 2)):
+        [row] = pretraining_dataset(documents, tokenizer, 64, 0.0, language=language)
+        assert len(row["sentence_starts"]) == number - 1
+        options = {"language": language, "per_device_train_batch_size": 1}
+        stream = pretraining_stream(documents.to_iterable_dataset(), tokenizer, list, 64, 0.0, **options)
+        [[streamed]] = next(stream.steps()).batches
+        assert streamed["sentence_starts"].tolist() == row["sentence_starts"].tolist()
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_level_with_prefix", "character"])

@@ -10,6 +10,7 @@ from tokenizers import processors
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.question_answering import (
     QuestionAnsweringCollator,
+    answers_of,
     question_answering_dataset,
     require_answers,
     require_questions,
@@ -130,6 +131,22 @@ def test_windows_share_and_the_first_answer_inside_counts(tokenizer):
     assert not {"context_mask", "null_position"} & QuestionAnsweringCollator(tokenizer)(rows).keys()
 
 
+def test_no_answer_is_the_cls_token_wherever_it_stands():
+    """XLNet's tokenizer puts it last."""
+    tokenizer = sentence_piece_tokenizer([" ".join(WORDS)] * 9)
+    special = [("<s>", tokenizer.cls_token_id), ("</s>", tokenizer.sep_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s> <s>", pair="$A </s> $B </s> <s>", special_tokens=special
+    )
+    answers = [{"text": [], "answer_start": []}]
+    rows = rows_of(tokenizer, ["array batch " * 20], answers, "array", max_length=16, doc_stride=2)
+    assert len(rows) > 1
+    for row in rows:
+        names = ("null_position", "start_positions", "end_positions")
+        assert [row[name] for name in names] == [len(row["input_ids"]) - 1] * 3
+        assert row["input_ids"][-1] == tokenizer.cls_token_id
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_batches_are_padded_on_the_right(side, tokenizer):
     """Answers and contexts are found by their places in a row."""
@@ -180,6 +197,7 @@ def test_both_forms_of_answers():
     require_answers(Dataset.from_dict({"context": [CONTEXT] * 2, "answers": right}), True, "the train set")
     listed = [[{"text": "array", "answer_start": 13}], []]
     require_answers(Dataset.from_dict({"context": [CONTEXT] * 2, "answers": listed}), True, "the train set")
+    assert [answers_of(value) for value in (*right, *listed)] == [[("array", 13)], []] * 2
 
 
 def test_questions_that_cannot_be_told_apart():

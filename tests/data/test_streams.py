@@ -87,6 +87,14 @@ def test_lanes_share_the_documents_and_go_on_from_any_row(stream, num_lanes, mos
     assert sorted(seen) == ROWS and max(numbers_read) == most
 
 
+def test_the_order_of_a_stream_is_that_of_its_seed(stream):
+    def order(seed, epoch=0):
+        return [row["index"] for row, _ in Lane(stream, build, 0, 1, 20, seed).rows(epoch)]
+
+    assert order(0) == order(0) and sorted(order(0)) == ROWS
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
 def test_going_on_builds_no_rows_of_what_was_before(stream):
     built = []
 
@@ -114,7 +122,7 @@ def rows_of(step):
     ]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 2])  # one process reads, however many are given
 def test_every_row_once_an_epoch_and_exactly_resumed(stream, num_workers):
     loader, steps = one_process(stream, 75, num_workers=num_workers)
     seen = [pair for step in steps for pair in rows_of(step)]

@@ -41,6 +41,10 @@ def test_windows_of_words_hold_every_word_and_one_of_them_has_its_context(sizes,
         assert context(word, windows[chosen]) == max(context(word, window) for window in windows) >= 0
 
 
+def test_of_two_windows_with_the_same_context_the_first_has_the_word():
+    assert owners([1, 1, 1], [(0, 2), (1, 3)]) == [0, 0, 1]
+
+
 @pytest.mark.parametrize(("size", "overlap"), [(4, 4), (4, -1), (0, 0)])
 def test_windows_that_would_never_end_are_refused(size, overlap):
     with pytest.raises(ValueError, match=f"Windows of {size} tokens cannot share {overlap}"):

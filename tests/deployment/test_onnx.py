@@ -2,17 +2,22 @@
 """One ONNX file for all shapes and masks, run by ONNX Runtime; and what 8-bit weights cost."""
 
 import copy
+import math
 import os
+import types
 
 import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
 from transformers import DistilBertConfig, DistilBertModel
+from transformers.utils import ModelOutput
 
 from nystrom_models import use_nystrom
 from nystrom_models.deployment import compare_onnx, export_onnx
+from nystrom_models.deployment import onnx as deployment
 from tests.deployment.in_openvino import check_logits
 from tests.models.options import make_model, relative_error
 
@@ -104,6 +109,51 @@ def test_comparison_sees_what_differs(exported):
         other.base_model.embeddings.position_embeddings.weight[42:].mul_(-1)
     assert compare_onnx(other, path, lengths=[37]) < 1e-5
     assert compare_onnx(other, path) > 1e-2
+
+
+@pytest.mark.parametrize("difference", [2e-3, float("nan")])
+def test_a_file_with_other_results_is_refused(exported, difference, tmp_path, monkeypatch):
+    model, path = exported
+    program = types.SimpleNamespace(model=onnx_ir.load(path), save=lambda path: None)
+    monkeypatch.setattr(torch.onnx, "export", lambda *arguments, **options: program)
+    monkeypatch.setattr(deployment, "compare_onnx", lambda model, path: difference)
+    export_onnx(model, tmp_path / "model.onnx")
+    with pytest.raises(RuntimeError, match=r"differ from the model's by .* more than 0\.001"):
+        export_onnx(model, tmp_path / "model.onnx", verify=True)
+
+
+def test_rows_of_every_kind_are_compared():
+    masks = deployment._inputs(small("linear-elu", "Model"), ["attention_mask"], batch=4, length=9)["attention_mask"]
+    assert masks.tolist() == [
+        [1, 1, 1, 1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1, 1, 1],
+        [1, 0, 1, 1, 0, 1, 1, 0, 1],
+    ]
+
+
+def test_one_output_that_is_not_a_number_is_enough(tmp_path):
+    """Also where other outputs, which are compared later, are right."""
+    tokens, number = ["batch_size", "sequence_length"], onnx.TensorProto.FLOAT
+    values = {
+        name: onnx.helper.make_tensor_value_info(name, number, tokens) for name in ("start_logits", "end_logits")
+    }
+    ids = onnx.helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, tokens)
+    nodes = [
+        onnx.helper.make_node("Cast", ["input_ids"], ["end_logits"], to=number),
+        onnx.helper.make_node("Add", ["end_logits", "nan"], ["start_logits"]),
+    ]
+    nan = onnx.helper.make_tensor("nan", number, [1], [float("nan")])
+    graph = onnx.helper.make_graph(nodes, "graph", [ids], list(values.values()), [nan])
+    opset = [onnx.helper.make_opsetid("", 20)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "model.onnx")
+
+    def model(input_ids, return_dict):
+        return ModelOutput(start_logits=input_ids.float(), end_logits=input_ids.float())
+
+    model.config = types.SimpleNamespace(vocab_size=99, type_vocab_size=2, max_position_embeddings=64)
+    model.device = torch.device("cpu")
+    assert math.isnan(compare_onnx(model, tmp_path / "model.onnx"))
 
 
 @pytest.mark.slow

@@ -194,6 +194,16 @@ def test_scores_are_those_of_the_saved_model_on_the_held_out_documents(trained, 
     assert scores == pytest.approx(results["validation"], rel=1e-5)
 
 
+def test_samples_are_drawn_after_documents_were_held_out(corpus):
+    whole = documents_of(corpus, validation_split_percentage=20)
+    few = documents_of(corpus, validation_split_percentage=20, max_train_samples=7, max_eval_samples=5)
+    assert [len(few[split]) for split in ("train", "validation")] == [7, 5]
+    for split, documents in few.items():
+        assert set(documents["text"]) < set(whole[split]["text"])
+    other = documents_of(corpus, validation_split_percentage=20, seed=1)
+    assert set(other["validation"]["text"]) != set(whole["validation"]["text"])
+
+
 def test_the_model_fills_masks(trained):
     fill = hf_pipeline("fill-mask", model=str(trained[1]))
     assert fill("First the fox and the fox [MASK] seen in the yard.")[0]["token_str"] == "were"
@@ -293,14 +303,41 @@ def test_whole_words(corpus, tmp_path):
     assert all(math.isfinite(loss) for loss in losses(history))
 
 
+def test_rows_and_masks_are_those_of_the_flags(corpus):
+    fields = {"output_dir": "x", "config_name": "x", "tokenizer_name": "x", "max_length": 40, "short_seq_prob": 0.3}
+    flags = {"seed": 7, "whole_word_mask": True, "sentence_order": False, "pad_to_multiple_of": 8, "language": "de"}
+    args = run_pretraining.PretrainingArguments(**fields, **flags, text_column_name="body")
+    collator = args.collator(AutoTokenizer.from_pretrained(corpus / "tokenizer"), 0.3)
+    names = ("mlm_probability", "seed", "whole_word_mask", "sentence_order", "pad_to_multiple_of")
+    assert [getattr(collator, name) for name in names] == [0.3, 7, True, False, 8]
+    assert args.row_options() == {
+        "max_length": 40,
+        "short_seq_prob": 0.3,
+        "seed": 7,
+        "text_column": "body",
+        "language": "de",
+        "with_word_starts": True,
+        "sentence_order": False,
+    }
+
+
+def test_a_smaller_buffer_gives_another_order(corpus, tmp_path):
+    options = ["--streaming", "--max_eval_samples", "10", "--eval_strategy", "no"]
+    _, large = run(corpus, tmp_path / "large", *options)
+    _, small = run(corpus, tmp_path / "small", *options, "--shuffle_buffer_size", "9")
+    assert losses(large) != losses(small)
+
+
 def test_steps_of_tokens(corpus, tmp_path, capsys):
     options = ["--tokens_per_step", "400", "--eval_strategy", "no", "--logging_steps", "1"]
-    results, _ = run(corpus, tmp_path, *options, "--checkpointing_steps", "5")
+    results, history = run(corpus, tmp_path, *options, "--checkpointing_steps", "5")
     assert "10 steps of 400 tokens" in capsys.readouterr().out
     rows = [
         json.loads((tmp_path / f"checkpoint-{n}" / "progress.json").read_text())["position"]["rows"] for n in (5, 10)
     ]
     assert rows[0] > 8 * 5 and rows[1] > rows[0]  # rows are of up to 48 tokens
+    _, grouped = run(corpus, tmp_path / "grouped", *options, "--group_by_length")
+    assert losses(grouped) != losses(history)
     assert results["train"]["tokens_per_second"] * results["train"]["seconds"] == pytest.approx(4000, abs=3 * 48)
 
 

@@ -106,6 +106,26 @@ def test_as_many_queries_as_keys_of_another_sequence(module, num_landmarks):
     assert relative_error(weights @ value, expected) < 1e-12
 
 
+@pytest.mark.parametrize("keys", [29, 17], ids=["self", "cross"])
+def test_the_iterations_are_those_of_the_settings(keys):
+    query, key, value = states(29, keys)
+    reference = nystrom_attention_reference if keys == 29 else nystrom_cross_attention_reference
+    expected = reference(query, key, value, num_landmarks=M, pinv_iterations=2)
+    for by_layer in ({}, {"layers": [3, 1]}, {"layers": [3, 1], "num_landmarks": [9, M]}):
+        module = Attention(nystrom={"num_landmarks": M, "pinv_iterations": 2} | by_layer)
+        module.layer_idx = 1
+        context, weights = nystrom_attention_forward(module, query, key, value, output_attentions=True)
+        assert relative_error(context.transpose(1, 2), expected) < 1e-14
+        assert relative_error(weights @ value, expected) < 1e-14
+
+
+def test_a_layer_beyond_the_list_is_refused():
+    module = Attention(nystrom={"num_landmarks": [M, M]})
+    module.layer_idx = 2
+    with pytest.raises(ValueError, match="num_landmarks has 2 numbers, but there is a layer 2"):
+        nystrom_attention_forward(module, *states())
+
+
 def test_rows_of_few_tokens_are_exact():
     for queries, keys in ((M, M), (M, 100), (100, M), (1, 100)):
         query, key, value = states(queries, keys)
@@ -125,12 +145,71 @@ def test_dropout_is_of_the_mean():
     assert relative_error(torch.stack(drawn).mean(0), expected) < 0.12
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(29, 29), (29, 17), (29, M), (M, 29), (1, 29)])
+@pytest.mark.parametrize("module", [Attention(), Attention(num_landmarks=None)], ids=["nystrom", "exact layer"])
+def test_all_attention_is_dropped(module, queries, keys):
+    """With a probability of 1, nothing is left, also of cross-attention and of layers that stay exact."""
+    query, key, value = states(queries, keys)
+    module.training = True
+    context, _ = nystrom_attention_forward(module, query, key, value, dropout=1.0)
+    assert context.shape == (2, queries, 4, 8) and not context.any()
+
+
 def test_learned_queries_are_for_every_row():
     query, key, value = states(29, 17)
     for one in (query[:1], query[:1].expand(2, -1, -1, -1)):
         context, _ = nystrom_attention_forward(Attention(), one, key, value)
         expected = nystrom_cross_attention_reference(query[:1].expand(2, -1, -1, -1), key, value, num_landmarks=M)
         assert relative_error(context.transpose(1, 2), expected) < 1e-13
+        # Each row has its own dropout.
+        first, second = nystrom_attention_forward(Attention(), one, key[:1].expand_as(key), value, dropout=0.5)[0]
+        assert first.shape == (29, 4, 8) and not torch.allclose(first, second)
+
+
+@pytest.mark.parametrize("form", [None, "bool", "added"])
+@pytest.mark.parametrize("groups", [4, 2], ids=["heads", "grouped"])
+def test_layers_that_stay_exact_are_softmax_attention(groups, form):
+    """With the scaling and the mask that the model gives; so are their maps."""
+    query, key, value = states(29, 17, groups=groups)
+    mask = ragged(17)[:, None, None]
+    given = {"bool": mask, "added": torch.zeros(mask.shape).double().masked_fill(~mask, -1e4)}.get(form)
+    repeated = [tensor.repeat_interleave(4 // groups, dim=1) for tensor in (key, value)]
+    scores = query @ repeated[0].mT * 0.3
+    weights = torch.softmax(scores if form is None else scores.masked_fill(~mask, -torch.inf), dim=-1)
+    module = Attention(num_landmarks=None)
+    module.num_key_value_groups = 4 // groups
+    for wanted in (False, True):
+        context, found = nystrom_attention_forward(
+            module, query, key, value, given, scaling=0.3, output_attentions=wanted
+        )
+        assert relative_error(context.transpose(1, 2), weights @ repeated[1]) < 1e-14
+        assert found is None if not wanted else relative_error(found, weights) < 1e-14
+
+
+@pytest.mark.parametrize("change", [{"softcap": 50.0}, {"is_causal": True}], ids=lambda one: next(iter(one)))
+def test_maps_that_would_be_wrong_are_refused_in_exact_layers_too(change):
+    query, key, value = states()
+    with pytest.raises(ValueError, match=r"softcap|is causal"):
+        nystrom_attention_forward(Attention(num_landmarks=None), query, key, value, output_attentions=True, **change)
+
+
+def test_a_module_that_does_not_say_is_causal_unless_it_has_a_mask():
+    """As by the convention of Transformers."""
+    module, (query, key, value) = Attention(), states()
+    del module.is_causal
+    with pytest.raises(ValueError, match="is causal"):
+        nystrom_attention_forward(module, query, key, value)
+    nystrom_attention_forward(module, query, key, value, ragged()[:, None, None])
+
+
+def test_a_module_of_a_decoder_is_refused():
+    """It says so itself, or its configuration does."""
+    module, (query, key, value) = Attention(), states(29, 17)
+    module.is_decoder = True
+    with pytest.raises(ValueError, match="belongs to a decoder"):
+        nystrom_attention_forward(module, query, key, value)
+    # Exact attention to few keys shows no later token.
+    nystrom_attention_forward(module, query, key[:, :, :M], value[:, :, :M])
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -162,7 +241,13 @@ def test_what_cannot_be_right_is_refused(module, options, says):
 
 def test_what_means_nothing_is_let_through():
     query, key, value = states(1, 29)
-    harmless = {"position_ids": torch.arange(3), "deterministic": True, "max_length_q": 3, "softcap": None}
+    harmless = {
+        "position_ids": torch.arange(3),
+        "deterministic": True,
+        "max_length_q": 3,
+        "softcap": None,
+        "alibi": False,
+    }
     nystrom_attention_forward(Attention(is_causal=True), query, key, value, **harmless)  # one query sees all keys
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of keys in every form that Transformers and its models have, and those that are not masks of keys."""
 
+import types
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +18,7 @@ from transformers.masking_utils import (
 )
 
 from nystrom_models import use_nystrom
+from nystrom_models.interface.attention import nystrom_attention_forward
 from nystrom_models.interface.masks import key_mask_of, nystrom_mask
 from tests.interface.models import make, tokens
 
@@ -65,6 +68,7 @@ def test_one_row_is_for_all():
         (torch.randn(1, 2, 5, 5), "no bias of the scores"),
         (torch.ones(1, 1, 1, 5), "no bias of the scores"),
         (torch.full((1, 1, 1, 5), torch.nan), "no bias of the scores"),
+        (torch.tensor([0.0, 0, -2, -999, 0]).view(1, 1, 1, 5), "no bias of the scores"),
         (torch.ones(1, 1, 1, 5, dtype=torch.long), "neither bool nor floating"),
         (torch.ones(1, 5), "has shape"),
         (torch.ones(1, 1, 1, 4, dtype=torch.bool), "has shape"),
@@ -105,6 +109,24 @@ def test_a_mask_is_not_needed():
         allow_is_bidirectional_skip=True,
     )  # fmt: skip
     assert shorter[:, 0, 0].tolist() == [[True] * 5 + [False] * 2] * 2
+
+
+def test_a_mask_may_begin_before_the_keys():
+    mask = torch.tensor([[True, False, True, True, False, True, True]])
+    given = {"attention_mask": mask, "mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    assert torch.equal(nystrom_mask(1, 5, 5, kv_offset=2, **given)[:, 0, 0], mask[:, 2:])
+
+
+def test_a_models_own_mask_may_change_between_calls():
+    """Segments are remembered only for masks that Transformers asks for."""
+    query, key, value = torch.randn(3, 1, 2, 29, 8)
+    module = types.SimpleNamespace(config=types.SimpleNamespace(num_landmarks=8), is_causal=False)
+    mask = torch.ones(1, 1, 1, 29, dtype=torch.bool)
+    for stop in (29, 20, 13):
+        mask[..., stop:] = False
+        found, _ = nystrom_attention_forward(module, query, key, value, mask)
+        expected, _ = nystrom_attention_forward(module, query, key, value, mask.clone())
+        assert torch.equal(found[:, :stop], expected[:, :stop])
 
 
 def test_masks_of_other_attention_are_refused():

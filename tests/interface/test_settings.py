@@ -132,6 +132,11 @@ def test_the_encoder_of_an_encoder_decoder(tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     use_nystrom(loaded.get_encoder())
     assert torch.equal(loaded.generate(ids, max_new_tokens=5, do_sample=False), generated)
+    # Other settings later: the whole model saves the last ones.
+    use_nystrom(loaded.get_encoder(), 5)
+    loaded.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert set(landmarks(use_nystrom(again.get_encoder())).values()) == {5}
 
 
 @torch.no_grad()
@@ -170,6 +175,7 @@ def test_numbers_of_numpy_are_saved(tmp_path):
     [
         ("BERT", {"num_landmarks": 0}, "num_landmarks=0 must be a number of at least 1"),
         ("BERT", {"num_landmarks": 2.5}, "num_landmarks=2.5"),
+        ("BERT", {"num_landmarks": True}, "num_landmarks=True must be a number"),
         ("BERT", {"num_landmarks": [8]}, "1 numbers for 2 layers"),
         ("BERT", {"num_landmarks": [8, 8], "layers": [1]}, "2 numbers for 1 layers"),
         ("BERT", {"pinv_iterations": 0}, "pinv_iterations=0"),

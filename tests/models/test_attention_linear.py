@@ -165,6 +165,43 @@ def test_long_sums_in_half_precision(dtype):
     assert relative_error(under[:, :, -1], value[:, :, 0]) < TOLERANCE[torch.float32]
 
 
+def test_sums_under_autocast_are_in_float32():
+    """Of the encoders' attention, and in a backward pass that is called under autocast."""
+    states = tensors(70)
+    expected = linear_attention(*states)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear_attention(*states), expected)
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (*states, some_state())]
+        context, state = causal_linear_attention(*leaves[:3], None, leaves[3])
+        total = context.square().sum() + state.square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(total, leaves))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("length", [1, 5, CHUNK_TOKENS + 1])
+def test_derivatives_forwards_from_a_state(length):
+    """Along all inputs and the state, of the result and of the last state: what the gradients say."""
+    inputs = tuple(tensor.double() for tensor in (*tensors(length), some_state()))
+    along = tuple(torch.randn_like(tensor) for tensor in inputs)
+
+    def run(query, key, value, state):
+        return causal_linear_attention(query, key, value, None, state)
+
+    for tensor in inputs:
+        tensor.requires_grad_()
+    _, tangents = torch.func.jvp(run, inputs, along)
+    for output, tangent in zip(run(*inputs), tangents, strict=True):
+        direction = torch.randn_like(output)
+        total = (output * direction).sum()
+        gradients = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+        expected = sum((one * part).sum() for one, part in zip(gradients, along, strict=True) if one is not None)
+        assert abs((tangent * direction).sum() - expected) < 4e-12 * expected.abs()
+
+
 def test_second_derivatives():
     inputs = [
         tensor.double().detach().clone().requires_grad_() for tensor in (*tensors(5, batch=1), some_state(batch=1))

@@ -49,6 +49,24 @@ def test_reference_is_the_formula(length, num_landmarks):
             assert relative_error(out[row, head], expected) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("num_landmarks", [1, M, None], ids=lambda count: f"landmarks{count}")
+def test_gradients_are_those_of_the_formula(num_landmarks, masked):
+    """Also through the pseudo-inverse, which the reference and the fast path share."""
+    inputs = [tensor.requires_grad_() for tensor in tensors(29, torch.float64)[:3]]
+    mask = ragged(29) if masked else torch.ones(3, 29, dtype=torch.bool)
+    weight = torch.randn(inputs[2].shape, dtype=torch.float64) * mask[:, None, :, None]
+    out = nystrom_attention(*inputs, mask if masked else None, num_landmarks=num_landmarks)
+    total = 0
+    for row in range(3):
+        for head in range(2):
+            q, k, v, w = (tensor[row, head][mask[row]] for tensor in (*inputs, weight))
+            total = total + (formulas.nystrom_matrix(q, k, num_landmarks) @ v * w).sum()
+    found, expected = (torch.autograd.grad(one, inputs) for one in ((out * weight).sum(), total))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 4e-14
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "ragged"])
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 61], ids=lambda length: f"length{length}")
@@ -110,8 +128,27 @@ def test_pseudo_inverse_converges_to_moore_penrose():
 
 
 def test_a_matrix_is_inverted_by_itself():
-    matrix = torch.softmax(torch.randn(3, 6, 6), dim=-1)
-    torch.testing.assert_close(iterative_pinv(matrix)[1], iterative_pinv(matrix[1]), rtol=1e-4, atol=1e-4)
+    matrix = torch.softmax(torch.randn(3, 6, 6, dtype=torch.float64), dim=-1)
+    # With many iterations, the start would not matter.
+    for iterations in (0, 1, 6):
+        for row in range(3):
+            found, expected = iterative_pinv(matrix, iterations)[row], iterative_pinv(matrix[row], iterations)
+            assert relative_error(found, expected) < TOLERANCE[torch.float64]
+
+
+def test_the_inverse_of_a_multiple():
+    """The start is divided by both norms, so that the size of the matrix does not matter."""
+    matrix = torch.softmax(3 * torch.randn(4, 12, 12, dtype=torch.float64), dim=-1)
+    for factor in (0.01, 100.0):
+        assert relative_error(iterative_pinv(factor * matrix) * factor, iterative_pinv(matrix)) < 4e-15
+
+
+def test_the_inverse_is_that_of_float32_under_autocast():
+    states = torch.randn(2, 3, 2, M, 8)
+    expected = attention_nystrom._landmark_pinv(*states, None, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attention_nystrom._landmark_pinv(*states, None, 6)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
 def test_map_carries_values_and_gives_single_rows():

@@ -4,11 +4,18 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel, modeling_utils
 from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
 
 import nystrom_models
-from nystrom_models import LinformerConfig, LinformerModel, NystromformerConfig, NystromformerModel
+from nystrom_models import (
+    LinearTransformerConfig,
+    LinearTransformerModel,
+    LinformerConfig,
+    LinformerModel,
+    NystromformerConfig,
+    NystromformerModel,
+)
 from tests.models.options import language_model, make_model
 
 BAD_FIELDS = {
@@ -26,8 +33,17 @@ BAD_FIELDS = {
         {"classifier_dropout": -0.1},
         "classifier_dropout=-0.1 must lie between 0",
     ),
+    "hidden dropout of 2": (LinformerConfig, {"hidden_dropout_prob": 2}, "hidden_dropout_prob=2 must lie between 0"),
     "no iterations": (NystromformerConfig, {"pinv_iterations": 0}, "pinv_iterations=0 must be at least 1"),
     "no heads": (LinformerConfig, {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+    "no words": (NystromformerConfig, {"vocab_size": 0, "pad_token_id": None}, "vocab_size=0 must be at least 1"),
+    "no width": (LinformerConfig, {"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+    "no feed-forward": (LinformerConfig, {"intermediate_size": 0}, "intermediate_size=0 must be at least 1"),
+    "no token types": (NystromformerConfig, {"type_vocab_size": 0}, "type_vocab_size=0 must be at least 1"),
+    "no embeddings": (LinearTransformerConfig, {"embedding_size": 0}, "embedding_size=0 must be at least 1"),
+    "fewer than no layers": (LinformerConfig, {"num_hidden_layers": -1}, "num_hidden_layers=-1 must not be negative"),
+    "unknown norm": (NystromformerConfig, {"layer_norm_position": "both"}, "'both' is unknown: use one of post, pre"),
+    "unknown pooling": (LinformerConfig, {"classifier_pooling": "max"}, "'max' is unknown: use one of first, mean"),
     "no slots": (LinformerConfig, {"projected_dim": 0}, "projected_dim=0 must lie between 1 and"),
     "too many slots": (LinformerConfig, {"projected_dim": 600}, "projected_dim=600.*max_position_embeddings=512"),
     "a slot list too short": (
@@ -85,6 +101,44 @@ BAD_FIELDS = {
     "decoder": (NystromformerConfig, {"is_decoder": True}, "is_decoder=False"),
     "cross attention": (LinformerConfig, {"add_cross_attention": True}, "add_cross_attention=False"),
     "causal": (LinformerConfig, {"is_causal": True}, "is_causal=False"),
+    "unknown feature map": (LinearTransformerConfig, {"feature_map": "exp"}, "'exp' is unknown: use one of elu, relu"),
+    "unknown positions": (
+        LinearTransformerConfig,
+        {"position_embedding_type": "rotary"},
+        "'rotary' is unknown: use one of learned, sinusoidal",
+    ),
+    "even causal convolution": (LinearTransformerConfig, {"conv_kernel_size": 4}, "conv_kernel_size=4 must be odd"),
+    "dropout of weights that do not exist": (
+        LinearTransformerConfig,
+        {"attention_probs_dropout_prob": 0.1},
+        "attention_probs_dropout_prob=0.1 is not possible.*hidden_dropout_prob",
+    ),
+    "a projection that mixes later tokens": (
+        LinearTransformerConfig,
+        {"is_decoder": True, "classifier_pooling": "last", "projected_dim": 8},
+        "projected_dim=8 mixes tokens with later tokens",
+    ),
+    "no slots of features": (LinearTransformerConfig, {"projected_dim": 0}, "projected_dim=0 must lie between 1 and"),
+    "more slots of features than tokens": (
+        LinearTransformerConfig,
+        {"projected_dim": 9, "max_position_embeddings": 8},
+        "projected_dim=9 must lie between 1 and max_position_embeddings=8",
+    ),
+    "slots of features without a longest sequence": (
+        LinearTransformerConfig,
+        {"projected_dim": 8, "position_embedding_type": "sinusoidal", "max_position_embeddings": None},
+        "max_position_embeddings=None: set both",
+    ),
+    "causal embeddings of another width": (
+        LinearTransformerConfig,
+        {"is_decoder": True, "embedding_size": 12},
+        "embedding_size=12 is for encoders",
+    ),
+    "a first token that sees no other": (
+        LinearTransformerConfig,
+        {"is_decoder": True, "classifier_pooling": "first"},
+        'classifier_pooling="first" does not fit is_decoder=True',
+    ),
 }
 
 
@@ -100,6 +154,15 @@ def test_configuration_is_refused(name):
     model_class = getattr(nystrom_models, config_class.__name__.replace("Config", "Model"))
     with pytest.raises(ValueError, match=message):
         model_class(config)
+
+
+def test_learned_positions_need_a_longest_sequence():
+    """The constructor chooses one, but the field may be set later."""
+    config = LinearTransformerConfig(max_position_embeddings=None)
+    assert config.max_position_embeddings == 512
+    config.max_position_embeddings = None
+    with pytest.raises(ValueError, match='position_embedding_type="learned" has a table'):
+        LinearTransformerModel(config)
 
 
 IDS = torch.arange(3, 13).view(1, 10)
@@ -169,6 +232,7 @@ def test_misspelt_argument_is_refused():
         ("ForTokenClassification", {"labels": torch.full((1, 10), -1)}, "labels must lie between 0"),
         ("ForTokenClassification", {"labels": torch.zeros(10, 1, dtype=torch.long)}, r"labels have shape \(10, 1\)"),
         ("ForSequenceClassification", {"labels": torch.tensor([[1.0, -100.0]])}, "must be 1 for those that it has"),
+        ("ForSequenceClassification", {"labels": torch.tensor([[1.0, 2.0]])}, "must be 1 for those that it has"),
         ("ForPreTraining", {"sentence_order_label": torch.tensor([2])}, "sentence_order_label must lie"),
     ],
 )
@@ -243,6 +307,26 @@ def test_positions_count_from_where_the_family_says(option, first):
         model(IDS, position_ids=positions - 1)
     with pytest.raises(ValueError, match="position_ids must lie between"):
         model(IDS, position_ids=positions + 60)
+
+
+@torch.no_grad()
+def test_padding_without_a_mask_is_warned_of(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)
+    model, padded = make_model("linear-elu", pad_token_id=1), torch.tensor([[5, 6, 1]])
+    model(IDS)
+    model(padded, attention_mask=torch.tensor([[1, 1, 0]]))
+    assert not said
+    model(padded)
+    assert len(said) == 1 and "`attention_mask`" in said[0]
+
+
+def test_the_embedding_of_padding_is_zero_and_stays_so():
+    for option in ("nystromformer-landmarks", "linear-relu"):
+        model = make_model(option, pad_token_id=4)
+        table = model.get_input_embeddings()
+        model(torch.tensor([[5, 4, 6]])).last_hidden_state.sum().backward()
+        assert not table.weight[4].any() and not table.weight.grad[4].any() and table.weight.grad[5].any()
 
 
 @pytest.mark.parametrize(

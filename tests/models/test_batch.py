@@ -145,6 +145,19 @@ def test_outputs_and_gradients_of_every_way_to_call(option):
     assert_nobody_can_tell(model, inputs)
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("packed", [42, 21]), ("rows", [42] * 5 + [30])])
+@torch.no_grad()
+def test_chunks_have_the_same_size_in_every_layout(name, tokens):
+    """7 columns of 6 rows, also where only the valid tokens are computed."""
+    model, inputs = make_model("linear-elu", chunk_size_feed_forward=7, num_hidden_layers=1), draw(MASKS["every kind"])
+    seen = []
+    intermediate = model.encoder.layer[0].intermediate
+    intermediate.register_forward_hook(lambda module, given, output: seen.append(output.shape[:-1].numel()))
+    with layout(model, name):
+        model(**inputs)
+    assert seen == tokens
+
+
 class Rows(TorchFunctionMode):
     """The number of rows in each call of a function."""
 
@@ -361,3 +374,16 @@ def test_maps_show_tokens_at_their_places(option, implementation):
                 assert not actual[row][:, ~valid].any() and not actual[row][:, :, ~valid].any()
                 inside = valid[chosen]
                 assert torch.allclose(part[row][:, inside], actual[row][:, chosen[inside]], atol=1e-6)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@torch.no_grad()
+def test_rows_of_maps_that_differ_in_the_batch(option):
+    model = make_model(option)
+    mask = MASKS["beside a full row"]
+    inputs = {"input_ids": torch.randint(3, 99, mask.shape), "attention_mask": mask, "output_attentions": True}
+    rows = torch.tensor([[39, 0, 17], [16, 3, 0], [20, 39, 30]])
+    whole = model(**inputs).attentions
+    for part, map_ in zip(model(**inputs, attention_rows=rows).attentions, whole, strict=True):
+        expected = torch.stack([map_[row][:, rows[row]] for row in range(3)])
+        torch.testing.assert_close(part, expected, rtol=0, atol=1e-6)

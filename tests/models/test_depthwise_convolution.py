@@ -49,6 +49,20 @@ def test_equals_float64_with_every_gradient(shape, dtype, masked):
         torch.testing.assert_close(result.double(), reference, rtol=0, atol=TOLERANCES[dtype] * scale)
 
 
+def test_autocast_changes_nothing():
+    """Neither the result nor gradients whose backward pass is called under autocast."""
+    value = torch.randn(2, 40, 3, 8).transpose(1, 2).requires_grad_()
+    weight = torch.randn(3, 1, 5, 1).requires_grad_()
+    incoming = torch.randn(2, 3, 40, 8)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            output = depthwise_convolution(value, weight)
+            found.append((output, *torch.autograd.grad(output, (value, weight), incoming)))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
 @pytest.mark.slow
 def test_compiles_with_its_gradient():
     compiled = torch.compile(depthwise_convolution, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -5,11 +5,12 @@ Otherwise, PyTorch would know the emulated devices in all later tests.
 """
 
 import multiprocessing
+import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from accelerate import dispatch_model
+from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from tests.models.emulated_devices import emulated_devices, register
@@ -74,6 +75,18 @@ def compare_gradients(option):
             assert parameter.grad.device == parameter.device, name
             if gradients[name].abs().max() > 1e-6:  # that of a key's bias is zero except for rounding
                 assert relative_error(parameter.grad.cpu(), gradients[name]) < 4 * TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("option", FAMILIES)
+def test_a_device_map_divides_no_layer(option):
+    model = make_model(option)
+    layers = model.encoder.layer
+    size = sum(parameter.numel() * parameter.element_size() for parameter in layers[0].parameters())
+    for share in range(1, 12):
+        memory = {0: share * size // 4, "cpu": 100 * size}
+        places = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
+        inside = re.compile(r".*(encoder\.layer\.\d+|embeddings)\.")
+        assert not [name for name in places if inside.match(name)]
 
 
 def fail_on_mixed_devices():

@@ -336,6 +336,12 @@ def test_inputs_positions_and_chunks(option):
     assert not torch.allclose(model(ids, position_ids=positions.flip(1)).last_hidden_state, plain)
     assert relative_error(model(ids, token_type_ids=torch.zeros_like(ids)).last_hidden_state, plain) < 1e-6
     assert not torch.allclose(model(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state, plain)
+    # A row of token types or positions may be for all rows, also where only the valid tokens are computed.
+    mask, types = torch.ones_like(ids), torch.arange(30).view(1, 30) // 20
+    mask[1, 12:] = 0
+    given = {"token_type_ids": types, "position_ids": positions[:1]}
+    expected = model(ids, attention_mask=mask, **{name: row.expand(2, 30) for name, row in given.items()})
+    assert torch.equal(model(ids, attention_mask=mask, **given).last_hidden_state, expected.last_hidden_state)
     states = model(ids, output_hidden_states=True).hidden_states
     assert len(states) == 3 and torch.equal(states[-1], plain)
     assert relative_error(model(ids, return_dict=False)[0], plain) < 1e-6

@@ -101,6 +101,29 @@ def test_the_states_do_not_grow():
     assert sizes == {2 * 2 * 4 * 16 * 9 * 4 + 2 * 2 * 8}
 
 
+@pytest.mark.parametrize("unpad_inputs", [True, False])
+@torch.no_grad()
+def test_padding_after_the_last_position(unpad_inputs):
+    """Padding has no position, so that the last part of the longest sequence may be padded."""
+    model = make(unpad_inputs=unpad_inputs)
+    ids, mask = torch.randint(3, 99, (2, 66)), torch.ones(2, 66, dtype=torch.long)
+    mask[:, 64:] = mask[1, 63] = 0
+    cache = cache_of(model(ids[:, :60], use_cache=True))
+    found = model(ids[:, 60:], attention_mask=mask[:, 60:], cache=cache).logits
+    expected = model(ids[:, :64]).logits[:, 60:]
+    assert relative_error(found[:, :3], expected[:, :3]) < TOLERANCE[torch.float32]
+    assert relative_error(found[0, 3], expected[0, 3]) < TOLERANCE[torch.float32]
+
+
+def test_defaults_of_causal_models_and_encoders():
+    causal = nystrom_models.LinearTransformerConfig(is_decoder=True)
+    assert (causal.layer_norm_position, causal.classifier_pooling, causal.use_cache) == ("pre", "last", True)
+    encoder = nystrom_models.LinearTransformerConfig()
+    assert (encoder.layer_norm_position, encoder.classifier_pooling) == ("post", "first")
+    softmax = nystrom_models.LinearTransformerConfig(is_decoder=True, feature_map=None)
+    assert (softmax.layer_norm_position, softmax.use_cache) == ("pre", False)
+
+
 @torch.no_grad()
 def test_no_token_sees_a_later_one():
     for option in OPTIONS:
@@ -177,7 +200,8 @@ def test_every_way_to_decode_is_that_without_a_cache(options):
 @each_option
 def test_a_cache_is_given_back_and_continued(option):
     model = make(option)
-    for ids, mask in (prompts(), prompts(padding=0)):
+    # Padded in the second row, in the first, in none.
+    for ids, mask in (prompts(), [tensor.flip(0) for tensor in prompts()], prompts(padding=0)):
         once = greedy(model, ids, mask, max_new_tokens=2 * NEW)
         first = greedy(model, ids, mask, return_dict_in_generate=True)
         assert torch.equal(first.sequences, once[:, : 14 + NEW])

@@ -82,6 +82,43 @@ def test_encoder_is_the_equations_in_float64(option):
         assert relative_error(inside, expected) < TOLERANCE[torch.float32], length
 
 
+@torch.no_grad()
+def test_the_pseudo_inverse_has_the_iterations_of_the_configuration():
+    model = make_model("nystromformer-landmarks", pinv_iterations=2)
+    ids = torch.randint(3, 99, (50,))
+    expected = formulas.encode(model.state_dict(), model.config, ids)
+    for wanted in ({}, {"output_attentions": True}):
+        assert relative_error(model(ids[None], **wanted).last_hidden_state[0], expected) < TOLERANCE[torch.float32]
+    model.set_attn_implementation("eager")
+    found = model(ids[None], output_attentions=True).last_hidden_state[0]
+    assert relative_error(found, expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-causal"])
+@torch.no_grad()
+def test_a_model_without_layers_has_only_embeddings(option):
+    model, ids = make_model(option, num_hidden_layers=0), torch.randint(3, 99, (2, 20))
+    assert {name.split(".")[0] for name, _ in model.named_parameters() if "LayerNorm" not in name} == {
+        "embeddings",
+        "pooler",
+    }
+    expected = formulas.encode(model.state_dict(), model.config, ids[0])
+    assert relative_error(model(ids).last_hidden_state[0], expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("option", ["nystromformer-pre_norm", "linformer-pre_norm", "linear-hedgehog"])
+@torch.no_grad()
+def test_dropout_of_embeddings_and_sub_layers(option):
+    """With a probability of 1, nothing of the embeddings and of any sub-layer reaches the residual."""
+    model, ids = make_model(option, hidden_dropout_prob=1.0), torch.randint(3, 99, (2, 40))
+    states = model.train()(ids, output_hidden_states=True).hidden_states
+    assert not states[0].any() and not states[1].any()
+    assert model.eval()(ids, output_hidden_states=True).hidden_states[0].any()
+    model.embeddings.dropout.p = 0.0
+    states = model.train()(ids, output_hidden_states=True).hidden_states
+    assert states[0].any() and torch.equal(states[1], states[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_half_precision_weights(option, dtype):
@@ -171,7 +208,12 @@ def test_gradient_checkpointing_changes_nothing(option):
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
+        calls = []
+        for layer in model.base_model.encoder.layer:
+            layer.intermediate.register_forward_hook(lambda module, *_, calls=calls: calls.append(module))
         model(ids, attention_mask=mask, labels=ids).loss.backward()
+        # Layers are computed once more in the backward pass.
+        assert len(calls) == (2 if reentrant is None else 4)
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert gradients[0].keys() == gradients[1].keys() == gradients[2].keys()
     for name, gradient in gradients[0].items():

@@ -23,6 +23,43 @@ def test_many_labels_in_half_precision(dtype):
     assert outputs.loss.dtype == torch.float32 and relative_error(outputs.loss, expected) < 1e-6
 
 
+KINDS = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("problem_type", KINDS)
+@torch.no_grad()
+def test_losses_of_numbers_and_several_labels(problem_type, dtype):
+    """In float32 also in half precision; divided by the number of labels, or by the one that is given."""
+    model = make_model("linear-elu", "ForSequenceClassification", num_labels=700, problem_type=problem_type).to(dtype)
+    ids, labels = torch.randint(3, 99, (6, 20)), torch.randint(0, 2, (6, 700)).float()
+    outputs = model(ids, labels=labels)
+    expected = KINDS[problem_type](outputs.logits.double(), labels.double())
+    assert outputs.loss.dtype == torch.float32 and relative_error(outputs.loss, expected) < 1e-6
+    for count in (7, torch.tensor(7)):
+        divided = model(ids, labels=labels, num_items_in_batch=count).loss
+        assert relative_error(divided, expected * labels.numel() / 7) < 1e-6
+
+
+@torch.no_grad()
+def test_the_loss_of_answers():
+    """The mean of those of the first and last tokens; positions may be a column, as some collators make them."""
+    model, ids = make_model("linear-elu", "ForQuestionAnswering"), torch.randint(3, 99, (4, 20))
+    starts, ends = torch.tensor([3, 0, 25, 7]), torch.tensor([4, 19, 25, -1])
+    outputs = model(ids, start_positions=starts, end_positions=ends)
+    logits = (outputs.start_logits.double(), outputs.end_logits.double())
+    sums = [
+        F.cross_entropy(one, where.masked_fill(where > 19, -100).masked_fill(where < 0, -100), reduction="sum")
+        for one, where in zip(logits, (starts, ends), strict=True)
+    ]
+    assert relative_error(outputs.loss, (sums[0] / 3 + sums[1] / 2) / 2) < 1e-6
+    columns = {"start_positions": starts[:, None], "end_positions": ends[:, None]}
+    assert torch.equal(model(ids, torch.ones_like(ids), **columns).loss, outputs.loss)
+    assert torch.equal(model(ids, **columns).loss, outputs.loss)
+    divided = model(ids, **columns, num_items_in_batch=5).loss
+    assert relative_error(divided, (sums[0] + sums[1]) / 5 / 2) < 1e-6
+
+
 @pytest.mark.parametrize("labels", [torch.zeros(3, 2), torch.zeros(6), torch.zeros(2)], ids=lambda one: str(one.shape))
 @pytest.mark.parametrize("problem_type", ["regression", "multi_label_classification"])
 def test_labels_of_another_shape_are_refused(problem_type, labels):
@@ -59,6 +96,32 @@ def test_parts_of_a_batch_add_up_to_its_loss(head):
     losses = [model(**part, num_items_in_batch=count).loss for part in parts]
     assert relative_error(sum(losses), model(**inputs).loss) < 1e-6
     assert relative_error(model(**inputs, num_items_in_batch=int(count)).loss, model(**inputs).loss) < 1e-6
+
+
+@torch.no_grad()
+def test_labels_at_padding_do_not_weigh_the_sentence_order():
+    """Its weight is this batch's share of the labels that count."""
+    model, inputs = make_model("linear-elu", "ForPreTraining"), padded_inputs("ForPreTraining", labels=True)
+    clean = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+    expected = model(**inputs | {"labels": clean}, num_items_in_batch=300)
+    found = model(**inputs, num_items_in_batch=300)
+    assert torch.equal(found.sop_loss, expected.sop_loss) and torch.equal(found.mlm_loss, expected.mlm_loss)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@torch.no_grad()
+def test_the_label_that_does_not_count_is_the_configurations(sparse):
+    inputs = padded_inputs("ForPreTraining", labels=True)
+    found = []
+    for ignored in (-100, -7):
+        torch.manual_seed(0)
+        fields = {"sparse_pred_ignore_index": ignored, "sparse_prediction": sparse}
+        model = make_model("linformer-layerwise", "ForPreTraining", **fields)
+        labels = inputs["labels"].clone()
+        labels[:, ::3] = ignored
+        found.append(model(**inputs | {"labels": labels}, num_items_in_batch=90))
+    for name in ("mlm_loss", "sop_loss", "prediction_logits"):
+        assert torch.equal(found[0][name], found[1][name]), name
 
 
 @pytest.mark.parametrize("option", FAMILIES)
@@ -118,3 +181,20 @@ def test_without_tied_weights_every_parameter_is_trained(option, head, tmp_path)
     inputs = padded_inputs(head)
     with torch.no_grad():
         assert torch.equal(again.eval()(**inputs)[0], model(**inputs)[0])
+
+
+@torch.no_grad()
+def test_a_new_output_layer_brings_its_bias():
+    """Also under the second name that it has where weights are tied."""
+    model = make_model("linformer-layerwise", "ForMaskedLM")
+    layer = torch.nn.Linear(32, 99)
+    model.set_output_embeddings(layer)
+    assert model.get_output_embeddings() is layer and model.cls.predictions.bias is layer.bias
+
+
+def test_the_second_bias_of_tied_checkpoints_is_not_reported(tmp_path):
+    model = make_model("linformer-layerwise", "ForMaskedLM")
+    model.save_pretrained(tmp_path)
+    _, report = type(model).from_pretrained(tmp_path, tie_word_embeddings=False, output_loading_info=True)
+    assert not report["unexpected_keys"]
+    assert report["missing_keys"] == {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}

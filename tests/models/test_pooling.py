@@ -73,6 +73,54 @@ def test_rows_are_classified_as_alone(option, pooling):
         assert relative_error(model(**inputs).logits, expected) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"classifier_dropout": 1.0},
+        {"hidden_dropout_prob": 1.0},
+        {"classifier_dropout": 0.0, "hidden_dropout_prob": 1.0},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+@torch.no_grad()
+def test_dropout_of_the_classifiers(fields):
+    """Before each of their linear layers: by `classifier_dropout`, or `hidden_dropout_prob` if that is None."""
+    dropped = fields.get("classifier_dropout", 1.0) == 1.0
+    for head, layers in (("ForSequenceClassification", ("dense", "out_proj")), ("ForTokenClassification", ("",))):
+        model = make_model("linear-elu", head, **fields)
+        seen = []
+        for layer in layers:
+            linear = model.classifier.get_submodule(layer)
+            linear.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0].any().item()))
+        model.train()(torch.randint(3, 99, (2, 20)))
+        assert seen == [not dropped] * len(layers)
+        seen.clear()
+        model.eval()(torch.randint(3, 99, (2, 20)))
+        assert seen == [True] * len(layers)
+
+
+@torch.no_grad()
+def test_choices_are_scored_by_the_state_that_the_configuration_says():
+    ids = torch.randint(3, 99, (2, 3, 20))
+    for pooling in POOLINGS:
+        model = make_model("linformer-layerwise", "ForMultipleChoice", classifier_pooling=pooling)
+        states = model.base_model(ids.flatten(0, 1)).last_hidden_state
+        hidden = model.activation(model.pre_classifier(pool(states, None, pooling)))
+        torch.testing.assert_close(model(ids).logits, model.classifier(hidden).view(2, 3))
+
+
+@torch.no_grad()
+def test_the_pooler_of_a_causal_model_reads_the_last_valid_token():
+    """Of an encoder's, the first."""
+    inputs = padded_inputs()
+    for option, index in (("linear-causal", -1), ("linear-elu", 0)):
+        model = make_model(option)
+        outputs = model(**inputs)
+        for row, valid in enumerate(inputs["attention_mask"].bool()):
+            state = outputs.last_hidden_state[row, valid][index]
+            torch.testing.assert_close(outputs.pooler_output[row], torch.tanh(model.pooler.dense(state)))
+
+
 def pairs():
     """Four pairs, of which some texts are padded on the left, some on the right."""
     mask = torch.ones(4, 2, 24, dtype=torch.long)

@@ -4,7 +4,9 @@
 import pytest
 import torch
 
-from tests.models.options import make_model, relative_error
+import nystrom_models
+from nystrom_models.models.sequence_projection import SequenceProjection
+from tests.models.options import TINY, make_model, relative_error
 
 LINEAR = (
     "nystromformer-landmarks",
@@ -47,6 +49,23 @@ def test_more_positions_repeat_those_there_are(option, head, tmp_path):
     assert again.config.max_position_embeddings == 20
 
 
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-none", "linear-projected"])
+def test_what_is_frozen_stays_frozen(option):
+    model = make_model(option, max_position_embeddings=40).requires_grad_(False)
+    model.resize_position_embeddings(50)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_sinusoids_need_no_table():
+    model = make_model("linear-causal_sinusoidal", max_position_embeddings=40)
+    ids = torch.randint(3, 99, (2, 40))
+    with torch.no_grad():
+        before = model(ids).last_hidden_state
+        model.resize_position_embeddings(50)
+        assert torch.equal(model(ids).last_hidden_state, before)
+        assert model(torch.randint(3, 99, (2, 50))).last_hidden_state.shape == (2, 50, 32)
+
+
 def make_shorter(model, ids):
     return model(ids[:, :20])[0]
 
@@ -68,6 +87,32 @@ def test_sinusoids_do_not_depend_on_the_default_dtype(dtype):
     # Angles in float32 are known to 6e-8 of their size: at a million, to a tenth.
     known = slice(None) if dtype == torch.float64 else slice(3)
     assert relative_error(found[known].double(), exact[known]) < {torch.bfloat16: 8e-3}.get(dtype, 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "std"),
+    [
+        ("Linformer", {"projected_dim": 60}, 300**-0.5),
+        ("Linformer", {"projected_dim": [60, 40], "share_projection": "none"}, None),
+        ("Linformer", {"projected_dim": [[60, 60, 20, 20]] * 2, "share_projection": "none"}, None),
+        ("Linformer", {"projected_dim": 2, "projection_type": "conv", "share_projection": "none"}, 120**-0.5),
+        ("LinearTransformer", {"projected_dim": 60}, 300**-0.5),
+    ],
+    ids=["linear", "by layer", "by head", "conv", "positive"],
+)
+def test_projections_start_at_their_size(family, fields, std):
+    """As in the authors' code: a variance of 1 / (slots + tokens). Those of features are not negative."""
+    config = getattr(nystrom_models, family + "Config")(**TINY, max_position_embeddings=240, **fields)
+    model = getattr(nystrom_models, family + "Model")(config)
+    found = [module for module in model.modules() if isinstance(module, SequenceProjection)]
+    assert found
+    for module in found:
+        parts = [module.weight] if module.slots_of_heads is None else module.weight.split(module.slots_of_heads)
+        for weight in parts:
+            expected = (weight.shape[-2] + 240) ** -0.5 if std is None else std
+            size = weight.square().mean().sqrt().item()
+            assert size == pytest.approx(expected, rel=0.1)
+            assert (weight.min() >= 0) == (family == "LinearTransformer")
 
 
 @pytest.mark.parametrize("option", ["linformer-mean_pool", "linformer-conv"])

@@ -18,6 +18,8 @@ UNREGISTER = """
 import transformers
 import nystrom_models
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 fields = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
 model = nystrom_models.NystromformerForMaskedLM(nystrom_models.NystromformerConfig(**fields))
 model.save_pretrained("saved")
@@ -36,12 +38,16 @@ except ValueError as error:
     assert "linformer" in str(error)
 else:
     raise AssertionError("a Linformer is still known")
+assert "linear_transformer" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+assert nystrom_models.LinformerConfig not in TOKENIZER_MAPPING
 again = nystrom_models.NystromformerForMaskedLM.from_pretrained("saved")
 again(model.dummy_inputs["input_ids"])
 nystrom_models.unregister()
 
 nystrom_models.register()
 assert type(AutoModel.from_pretrained("saved")) is ours
+assert "linear_transformer" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+assert nystrom_models.LinformerConfig in TOKENIZER_MAPPING
 """
 
 
@@ -92,6 +98,7 @@ def test_a_class_in_a_users_own_file_names_no_files_that_are_not_there(tmp_path,
     assert "AutoModel" in model.config.auto_map
     model.save_pretrained(tmp_path / "theirs")
     saved = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert "users_own_model.py" not in saved  # nobody has asked for it yet
     for reference in json.loads((tmp_path / "theirs/config.json").read_text()).get("auto_map", {}).values():
         assert reference.split(".")[0] + ".py" in saved, reference
     again, report = LinformerWithMore.from_pretrained(tmp_path / "theirs", output_loading_info=True)

@@ -19,6 +19,7 @@ from nystrom_models import (
 from nystrom_models.models import masked_attention
 from nystrom_models.models.attention_nystrom import nystrom_attention, nystrom_attention_reference
 from nystrom_models.models.masked_attention import attend, attend_causally, attend_within_rows
+from tests.models import formulas
 from tests.models.options import relative_error
 
 HEADS, WIDTH, DIM = 2, 23, 8
@@ -166,3 +167,31 @@ def test_models(name, unpad_inputs, implementation):
         assert relative_error(together[row : row + 1, :length], alone) < 1e-13
     with torch.no_grad():
         assert relative_error(model(ids, attention_mask=mask)[0], together) < 1e-13
+
+
+@pytest.mark.parametrize("unpad_inputs", [True, False])
+@pytest.mark.parametrize("name", ["softmax", "causal"])
+@torch.no_grad()
+def test_the_softmax_control_is_the_formula(name, unpad_inputs):
+    """With its convolution, by every implementation that it may have."""
+    kind, config = models()[name]
+    config.unpad_inputs, config.hidden_act = unpad_inputs, "gelu_new"
+    torch.manual_seed(0)
+    model = kind(config).double().eval()
+    ids, mask = torch.randint(5, 50, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    mask[1, 23:] = 0
+    weights = model.base_model.state_dict()
+    for implementation in ("sdpa", "eager", "linear_triton"):
+        model.base_model.config._attn_implementation = implementation
+        states = model.base_model(ids, attention_mask=mask).last_hidden_state
+        for row, length in enumerate((40, 23)):
+            expected = formulas.encode(weights, config, ids[row, :length])
+            assert relative_error(states[row, :length], expected) < 1e-13
+
+
+def test_a_causal_control_refuses_implementations_that_it_does_not_call():
+    kind, config = models()["causal"]
+    model = kind(config)
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match='"flex_attention" is not called by a causal model: use "sdpa" or "eager"'):
+        model(torch.randint(5, 50, (2, 9)))

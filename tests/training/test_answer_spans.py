@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nystrom_models.training.answer_spans import best_spans, collect_answers
+from nystrom_models.training.question_answering import QuestionAnsweringRun
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 2**31))
@@ -27,6 +29,30 @@ def test_the_best_of_all_spans_up_to_a_length(length, longest, n_best, seed):
         found = list(zip(first[row].tolist(), last[row].tolist(), strict=True))
         assert [span for span in found if span[0] >= 0] == best
         assert set(found[len(best) :]) <= {(-1, -1)}
+
+
+def test_the_score_of_no_answer_and_the_loss_are_of_both_tokens():
+    """Padding, which has the largest logits, is in neither."""
+    run = object.__new__(QuestionAnsweringRun)
+    run.args = SimpleNamespace(n_best_size=2, max_answer_length=3)
+    start, end = torch.tensor([[2.0, 1, 5, 9]]), torch.tensor([[3.0, 1, 4, 9]])
+    batch = {
+        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+        "context_mask": torch.tensor([[False, True, True, False]]),
+    }
+    batch |= {"null_position": torch.tensor([0])}
+    outputs = SimpleNamespace(start_logits=start, end_logits=end)
+    assert "loss" not in run._outputs(outputs, batch)
+    found = run._outputs(outputs, batch | {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([2])})
+    assert {name: value.tolist() for name, value in found.items() if name != "loss"} == {
+        "first": [[2, 1]],
+        "last": [[2, 2]],
+        "first_logits": [[5, 1]],
+        "last_logits": [[4, 4]],
+        "null": [5],
+    }
+    expected = -(start[0, :3].log_softmax(0)[1] + end[0, :3].log_softmax(0)[2]) / 2
+    torch.testing.assert_close(found["loss"], expected[None])
 
 
 CONTEXT = "the naïve cat sat"

@@ -12,8 +12,14 @@ from transformers import AutoModelForPreTraining
 
 from nystrom_models.conversion.weights import is_of_a_family
 from nystrom_models.data import PretrainingCollator
-from nystrom_models.training import PretrainingObjective, create_accelerator
+from nystrom_models.training import (
+    OptimizationArguments,
+    PretrainingObjective,
+    create_accelerator,
+    create_scheduler,
+)
 from nystrom_models.training.distillation import TeacherArguments, divergence, with_teacher
+from nystrom_models.training.objectives import Preparation
 from nystrom_models.training.teacher import Teacher
 from tests.training.teachers import EXACT, LENGTH, save_student, save_teacher
 
@@ -151,6 +157,40 @@ def test_losses_are_means_over_what_is_counted(bert, batch, tokenizer, tmp_path)
             assert float(losses["cos_loss"]) == pytest.approx(float(1 - sum(cosines) / 2), rel=1e-4)
 
 
+def test_attention_is_matched_by_the_mean_squared_error(bert, batch, tokenizer, tmp_path):
+    """Over tokens, layers and units; the error is relative to the teacher's attention."""
+    student = save_student(tmp_path, bert, "linformer", projected_dim=4, max_position_embeddings=64)
+    matching = teach(student, bert, tokenizer, attention_matching_steps=1).at_step(0)
+    ours = []
+    for layer in student.base_model.encoder.layer:
+        layer.attention.self.register_forward_hook(lambda *args: ours.append(args[2]))
+    with torch.no_grad():
+        found = matching.forward(student, batch)
+    theirs = matching.teacher.attention(batch)
+    own = theirs.windows.own
+    pairs = [(a[own], b[own]) for a, b in zip(ours, theirs.outputs, strict=True)]
+    errors, squares = (sum(values) / 2 for values in zip(*(((a - b) ** 2, b**2) for a, b in pairs), strict=True))
+    assert matching.num_targets(batch) == {"attention_loss": own.sum()}
+    assert matching.losses(found)["attention_loss"].item() == pytest.approx(float(errors.mean()), rel=1e-4)
+    total, count = matching.scores(found, batch)["attention_error"]
+    assert float(total / count) == pytest.approx(float(errors.sum() / squares.sum()), rel=1e-4)
+
+
+def test_attention_after_a_norm_is_matched_and_the_norm_is_left_alone(short, tokenizer, tmp_path):
+    """Of layers with pre-norm, the teacher's states are those before the norm."""
+    source = str(tmp_path / "source")
+    save_teacher(source, "Linformer", tokenizer, layer_norm_position="pre")
+    student = save_student(tmp_path / "student", source, "linformer", projected_dim=8)
+    assert student.config.layer_norm_position == "pre"
+    matching = teach(student, source, tokenizer, attention_matching_steps=1).at_step(0)
+    assert matching.losses(matching.forward(student, short))["attention_loss"].item() < 1e-11
+    with torch.no_grad():
+        student.base_model.encoder.layer[0].attention.self.value.weight.mul_(-1)
+    matching.losses(matching.forward(student, short))["attention_loss"].backward()
+    reached = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
+    assert reached and not any("LayerNorm" in name for name in reached)
+
+
 def test_vocabularies_that_are_filled_up():
     logits = torch.randn(5, 16)
     wide = torch.cat([logits, torch.randn(5, 4)], dim=1)
@@ -201,6 +241,18 @@ def test_gradients_flow_only_where_they_should(family, fields, trained, bert, ba
     assert everything - reached(taught)[0] <= {n for n in everything if n.endswith("key.bias")}
     assert student.training and all(p.requires_grad for p in student.parameters())
     assert not any(p.requires_grad or p.grad is not None for p in objective.teacher.model.parameters())
+
+
+def test_the_first_steps_have_a_rate_of_their_own_and_the_schedule_begins_after_them():
+    args = OptimizationArguments(learning_rate=1e-3, warmup_ratio=1 / 3)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=args.learning_rate)
+    scheduler = create_scheduler(optimizer, args, 10, Preparation(4, 5e-2, PretrainingObjective()))
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([5e-2] * 4 + [0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ def test_some_steps_may_be_left_out(what, examples, tokenizer, tmp_path):
     norms = [row.get("grad_norm") for row in state.history]
     assert [norm is None for norm in norms] == [step in (3, 5) for step in range(1, 9)]
     assert all(norm > 0 for norm in norms if norm is not None)
+    # The schedule goes on: after one step of warm-up, it falls to 0 in the other seven.
+    rates = [row["learning_rate"] for row in state.history]
+    assert rates == pytest.approx([1e-3 * (8 - step) / 7 for step in range(1, 9)])
     with pytest.raises(FloatingPointError, match="--max_skipped_steps is now 1"):
         run(examples, tokenizer, tmp_path / "again", what, {3, 5}, max_skipped_steps=1)
 

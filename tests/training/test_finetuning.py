@@ -92,6 +92,21 @@ def test_labels_in_which_no_entity_can_be_found_are_told(labels, options, told, 
     assert told in printed and bool(told) == bool(printed)
 
 
+def test_words_of_several_rows_are_one_text_and_count_alike():
+    run = object.__new__(TokenClassificationRun)
+    run.args = TokenClassificationArguments(output_dir="x", model_name_or_path="x")
+    run.task, run.names, run.labelled = run.args.task(), ["O", "B-x"], ["validation"]
+    examples = Dataset.from_dict({"tokens": [["a", "b", "c"]], "ner_tags": [["O", "B-x", "O"]]})
+    run.examples = {"validation": examples}
+    run.rows = {"validation": {"document": [0, 0], "words": [[-1, 0, 1, -1], [-1, 2, -1]]}}
+    found = {"labels": [torch.tensor([1, 0, 1, 1]), torch.tensor([1, 1, 0])]}
+    found |= {"loss": [torch.tensor(3.0), torch.tensor(6.0)], "count": [torch.tensor(2), torch.tensor(1)]}
+    run.predict = lambda *_: found
+    tags, scores = run.score(None, "validation", 8)
+    assert tags == [["O", "B-x", "B-x"]] and scores["loss"] == 3.0
+    assert scores["accuracy"] == pytest.approx(2 / 3)
+
+
 def test_results_of_a_training_are_not_replaced_by_those_of_a_prediction(tmp_path):
     def begin(**options):
         start_run(RunArguments(output_dir=str(tmp_path), **options))

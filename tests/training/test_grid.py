@@ -86,7 +86,7 @@ def run(folder, monkeypatch, scores, items, **options):
         Path(args.output_dir, "model.safetensors").touch()
         return results
 
-    monkeypatch.setattr(grid, "content_digests", lambda *_: {"data": "x"})
+    monkeypatch.setattr(grid, "content_digests", lambda args, _: {"model": args.model_name_or_path})
     monkeypatch.setattr(grid, "finetune", finetune)
     task, splits = TextTask(("text",), best_metric="pearson"), {"train": Dataset.from_dict({"text": ["a"]})}
     return finetune_grid(arguments(folder, grid=items, **options), OPTIMIZATION, task, splits), given
@@ -119,6 +119,18 @@ def test_paths_have_a_folder_each(monkeypatch, tmp_path):
     assert given == [f"model_name_or_path={name},seed=0" for name in ("model", "a%2Fmodel", "a%252Fmodel")]
     assert found["best_run"] == given[1]
     assert [path.parent.name for path in tmp_path.rglob("*.safetensors")] == [given[1]]
+    # The content of each model is that of its run.
+    identities = [json.loads((tmp_path / name / "all_results.json").read_text())["identity"] for name in given]
+    assert [identity["model"] for identity in identities] == ["model", "a/model", "a%2Fmodel"]
+
+
+def test_a_grid_without_seeds_has_that_of_the_flags(monkeypatch, tmp_path):
+    scores = [{"pearson": value, "loss": 1.0} for value in (0.5, 0.25)]
+    found, given = run(tmp_path, monkeypatch, scores, ["learning_rate=1e-3,1e-4"], seed=5)
+    assert given == ["learning_rate=0.001,seed=5", "learning_rate=0.0001,seed=5"]
+    assert [point["seeds"] for point in found["grid"]] == [[5], [5]] and found["best_run"] == given[0]
+    # A loss is no score.
+    assert found["best"]["validation"] == {"pearson": {"mean": 0.5, "std": 0.0}}
 
 
 def test_a_best_run_without_weights_is_trained_again(monkeypatch, tmp_path):

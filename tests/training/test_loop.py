@@ -4,7 +4,9 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,6 +190,89 @@ def test_an_epoch_that_ends_within_a_step_is_evaluated_after_it(num_rows, exampl
     assert evaluated == sorted(ends - {state.step}) and state.step == max(ends)
 
 
+def test_a_loaded_model_is_trained_with_dropout_and_scored_without(examples, tokenizer):
+    """`from_pretrained` returns models in evaluation mode."""
+    modes = []
+
+    class Recording(PretrainingObjective):
+        def forward(self, model, batch):
+            modes.append(model.training)
+            return super().forward(model, batch)
+
+    model = tiny_model("linformer", tokenizer, hidden_dropout_prob=0.5).eval()
+    pretrain(model, examples, tokenizer, steps=3, objective=Recording())
+    assert modes == [True] * 3 and model.training
+    loader = eval_dataloader(examples.select(range(8)), PretrainingCollator(tokenizer), 8)
+    scores = [evaluate(create_accelerator(), model, PretrainingObjective(), loader) for _ in range(2)]
+    assert scores[0] == scores[1] and model.training
+
+
+def test_evaluations_do_not_count_as_time_of_training(examples, tokenizer, monkeypatch):
+    clock = [0.0]
+
+    def evaluation(model):
+        clock[0] += 1000.0
+        return {"accuracy": 0.0}
+
+    class Ticking(PretrainingObjective):
+        def losses(self, outputs):
+            clock[0] += 1.0
+            return super().losses(outputs)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    state = train(
+        create_accelerator(),
+        tiny_model("linformer", tokenizer),
+        Ticking(),
+        RowLoader(examples, PretrainingCollator(tokenizer), 8),
+        OptimizationArguments(8, max_train_steps=6),
+        logging_steps=2,
+        evaluation=Evaluation(evaluation, 2),
+    )
+    assert state.seconds == 6.0
+    rates = [row["tokens_per_second"] for row in state.history if "tokens_per_second" in row]
+    tokens = [row["num_input_tokens_seen"] for row in state.history if "tokens_per_second" in row]
+    assert rates == [(after - before) / 2 for before, after in pairwise([0, *tokens])]
+
+
+def test_losses_have_their_weights_in_the_gradient_and_not_in_the_log(examples, tokenizer):
+    class Weighted(PretrainingObjective):
+        weights = {"mlm_loss": 0.25, "sop_loss": 0.25}
+
+    class Alone(PretrainingObjective):
+        weights = {"mlm_loss": 0.0}
+
+    def first(objective):
+        model = tiny_model("linformer", tokenizer).double()
+        [row] = pretrain(model, examples, tokenizer, steps=1, objective=objective).history
+        return row
+
+    plain, weighted, alone = first(None), first(Weighted()), first(Alone())
+    assert weighted["grad_norm"] == pytest.approx(plain["grad_norm"] / 4)
+    assert 0 < alone["grad_norm"] < plain["grad_norm"]
+    for name in ("mlm_loss", "sop_loss", "mlm_accuracy"):
+        assert plain[name] == pytest.approx(weighted[name]) == pytest.approx(alone[name])
+
+
+def test_gradients_are_clipped_to_the_norm(examples, tokenizer):
+    """The logged norm is that before clipping."""
+    runs = []
+    for largest in (1e-3, 1e-2, 1e9):
+        model = tiny_model("linformer", tokenizer).double()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        args = OptimizationArguments(
+            8, learning_rate=1.0, weight_decay=0.0, adam_epsilon=1e6, max_grad_norm=largest, max_train_steps=1
+        )
+        loader = RowLoader(examples, PretrainingCollator(tokenizer), 8)
+        state = train(create_accelerator(), model, PretrainingObjective(), loader, args, logging_steps=1)
+        # With such an epsilon, AdamW's step is the gradient divided by it.
+        step = [(old - new.detach()).norm() for old, new in zip(before, model.parameters(), strict=True)]
+        runs.append((state.history[0]["grad_norm"], 1e6 * float(torch.stack(step).norm())))
+    norm = runs[0][0]
+    assert norm > 1e-2 and [found for found, _ in runs] == pytest.approx([norm] * 3)
+    assert [size for _, size in runs] == pytest.approx([1e-3, 1e-2, norm], rel=1e-3)
+
+
 def test_evaluation_counts_every_row_once(examples, tokenizer):
     rows = examples.select(range(23))
     model = tiny_model("nystromformer", tokenizer)
@@ -278,6 +363,9 @@ def test_optimizer_and_schedule(tokenizer):
     assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
     undecayed = {name for name, p in model.named_parameters() if any(p is other for other in others["params"])}
     assert {name for name, _ in model.named_parameters() if "bias" in name or "LayerNorm" in name} == undecayed
+    options = OptimizationArguments(adam_beta1=0.8, adam_beta2=0.98, adam_epsilon=1e-7)
+    for group in create_optimizer(model, options).param_groups:
+        assert (group["betas"], group["eps"]) == ((0.8, 0.98), 1e-7)
     scheduler = create_scheduler(optimizer, args, num_training_steps=10)
     rates = []
     for _ in range(10):

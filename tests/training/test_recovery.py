@@ -12,7 +12,9 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForPreTraining
 
+from nystrom_models.conversion.weights import is_of_a_family
 from nystrom_models.training.identity import weights_digest
+from nystrom_models.training.lora import add_lora, merged_weights
 from tests.training import processes
 from tests.training.teachers import save_student, save_teacher, train_taught
 
@@ -115,6 +117,25 @@ def test_another_teacher_or_none_is_refused(recovered, folder, tokenizer):
         run(folder, output, *options, *resume, teacher="bert-2")
     with pytest.raises(ValueError, match="--attention_matching_steps was 4 and is None"):
         run(folder, output, *resume, teacher=None)
+
+
+@pytest.mark.parametrize("sentence_order", [True, False])
+def test_what_lora_trains_and_by_how_much(sentence_order, folder):
+    model = AutoModelForPreTraining.from_pretrained(folder / "student")
+    added = {name for name, _ in model.named_parameters() if is_of_a_family(name)}
+    heads = {name for name, _ in model.named_parameters() if "pooler" in name or "seq_relationship" in name}
+    add_lora(model, 2, 6.0, sentence_order)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {name for name in trained if ".lora_" in name}
+    assert added and len(heads) == 4 and len(matrices) == 2 * 4 * 2
+    assert trained - matrices == added | (heads if sentence_order else set())
+    with torch.no_grad():
+        for name in matrices:
+            model.get_parameter(name).normal_()
+    layer = model.base_model.encoder.layer[1].attention.output.dense
+    product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    merged = merged_weights(model)[f"{model.base_model_prefix}.encoder.layer.1.attention.output.dense.weight"]
+    torch.testing.assert_close(merged, layer.base_layer.weight + 3 * product)
 
 
 @pytest.mark.parametrize("lora_r", [None, pytest.param(2, marks=pytest.mark.slow)])

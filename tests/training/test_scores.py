@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -6,6 +8,11 @@ from torch.utils.data import DataLoader
 
 from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.training import create_accelerator, predict
+from nystrom_models.training.objectives import (
+    MultiLabelObjective,
+    QuestionAnsweringObjective,
+    RegressionObjective,
+)
 from tests.training import processes
 from tests.training.models import tiny_model
 
@@ -44,6 +51,43 @@ def test_rows_that_fill_up_the_last_batch_of_two_processes_are_dropped(tokenizer
     torch.testing.assert_close(found, logits(tokenizer), rtol=1e-5, atol=1e-6)
 
 
+def test_predictions_are_made_without_dropout(tokenizer):
+    rows = classification_dataset(Dataset.from_dict({"text": TEXTS}), tokenizer, 40, label_column=None)
+    loader = DataLoader(rows, batch_size=5, collate_fn=ClassificationCollator(tokenizer, with_index=True))
+    model = tiny_model("nystromformer", tokenizer, "classification", num_labels=3, hidden_dropout_prob=0.5).train()
+    assert torch.equal(*(predict(create_accelerator(), model, loader) for _ in range(2)))
+    assert model.training
+
+
 def test_rows_without_numbers_are_refused(tokenizer):
     with pytest.raises(ValueError, match="no index"):
         logits(tokenizer, with_index=False)
+
+
+def test_both_tokens_of_an_answer_must_be_right_and_padding_is_no_token():
+    """The answer is the tokens 1 and 2; padding has the largest logits. Of the last two rows, one token is right."""
+    start, end = torch.tensor([[0.0, 5, 1, 9], [5, 0, 1, 9], [0, 5, 1, 9]]), torch.tensor([[0.0, 1, 5, 9]] * 3)
+    end[2] = torch.tensor([5.0, 1, 0, 9])
+    batch = {"attention_mask": torch.tensor([[1, 1, 1, 0]] * 3)}
+    batch |= {"start_positions": torch.tensor([1] * 3), "end_positions": torch.tensor([2] * 3)}
+    scores = QuestionAnsweringObjective().scores(SimpleNamespace(start_logits=start, end_logits=end), batch)
+    assert [part.tolist() for part in scores["accuracy"]] == [[1, 0, 0], [1, 1, 1]]
+    losses, count = scores["loss"]
+    expected = -(start[:, :3].log_softmax(1)[:, 1] + end[:, :3].log_softmax(1)[:, 2]) / 2
+    torch.testing.assert_close(losses, expected)
+    assert count.tolist() == [1, 1, 1]
+
+
+def test_each_class_of_a_row_counts_by_itself():
+    logits, labels = torch.tensor([[0.2, -0.2, 3.0], [-4.0, 0.3, -0.1]]), torch.tensor([[1.0, 0, 0], [0, 0, 1]])
+    scores = MultiLabelObjective().scores(SimpleNamespace(logits=logits), {"labels": labels})
+    assert [part.tolist() for part in scores["accuracy"]] == [[2, 1], [3, 3]]
+    right = torch.where(labels > 0, logits, -logits)
+    torch.testing.assert_close(scores["loss"][0], -right.sigmoid().log().sum(1))
+    assert scores["loss"][1].tolist() == [3, 3]
+
+
+def test_the_error_of_a_number_is_squared():
+    outputs = SimpleNamespace(logits=torch.tensor([[1.0], [-2.0]]))
+    errors, count = RegressionObjective().scores(outputs, {"labels": torch.tensor([3, 1])})["loss"]
+    assert (errors.tolist(), count.tolist()) == ([4, 9], [1, 1])

@@ -41,6 +41,9 @@ def test_the_value_of_several_validation_sets_is_their_mean():
     metrics = {"validation_matched/accuracy": 0.8, "validation_mismatched/accuracy": 0.6, "validation_matched/loss": 3}
     assert UP.value(metrics) == pytest.approx(0.7)
     assert Goal("validation_matched/accuracy", True).value(metrics) == 0.8
+    # Not of metrics whose names only end so.
+    several = {"a/f1": 0.5, "a/macro_f1": 0.9, "b/f1": 0.7, "b/best_f1": 1.0, "f1_of_something": 1.0}
+    assert Goal("f1", True).value(several) == pytest.approx(0.6)
     with pytest.raises(ValueError, match="mse was not measured; there are validation_matched/accuracy"):
         DOWN.value(metrics)
 
@@ -50,6 +53,14 @@ def test_small_gains_are_taken_and_counted_against_patience():
     kept = [best.update(UP, value, step, threshold=0.1) for step, value in enumerate([0.5, 0.55, 0.4, 0.7])]
     assert kept == [True, True, False, True]
     assert (best.value, best.step, best.evaluations_since) == (0.7, 3, 0)
+
+
+def test_a_small_gain_does_not_begin_the_patience_anew():
+    best, since = Best(), []
+    for step, value in enumerate([0.5, 0.55, 0.4, 0.57]):
+        best.update(UP, value, step, threshold=0.1)
+        since.append(best.evaluations_since)
+    assert since == [0, 1, 2, 3] and (best.value, best.step) == (0.57, 3)
 
 
 VALUES = [0.5, 0.7, 0.6, 0.6, 0.6, 0.9]

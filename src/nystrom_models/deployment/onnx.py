@@ -3,6 +3,7 @@
 
 import importlib.util
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -214,6 +215,6 @@ def compare_onnx(model: PreTrainedModel, path: str | os.PathLike, lengths: Seque
                     valid = inputs["attention_mask"].cpu().bool().flatten(0, -2)
                     actual, wanted = actual[valid], wanted[valid]
                 error = ((actual - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
-                # In this form, NaN is kept.
-                worst = worst if error <= worst else error
+                # A NaN is larger than any number, and is kept: it is neither below nor above another error.
+                worst = error if error > worst or math.isnan(error) else worst
     return worst

@@ -116,14 +116,15 @@ def _loader(
 
 
 def tokens_per_byte(rows: Dataset) -> float:
-    """The number of predicted tokens in rows of [`causal_dataset`], divided by the UTF-8 bytes that they stand for."""
+    """The number of predicted tokens in rows of [`causal_dataset`], divided by the UTF-8 bytes that they stand for; NaN
+    if they stand for none."""
     tokens = num_bytes = 0
     columns = rows.select_columns(["length", "document_starts", "num_bytes"]).with_format("numpy")
     for batch in columns.iter(10_000):
         # The first token of a row or of a document is not predicted.
         tokens += int(sum(batch["length"])) - sum(1 + len(starts) for starts in batch["document_starts"])
         num_bytes += int(sum(batch["num_bytes"]))
-    return tokens / num_bytes
+    return tokens / num_bytes if num_bytes else math.nan
 
 
 def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader) -> dict[str, float]:
