@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import re
 
 import numpy as np
@@ -230,3 +231,11 @@ def test_padding_is_as_short_as_it_can_be(rows, tokenizer):
 def test_bad_probabilities(options, message, tokenizer):
     with pytest.raises(ValueError, match=message):
         PretrainingCollator(tokenizer, **options)
+
+
+@pytest.mark.parametrize(("token", "kind"), [("mask_token", "mask"), ("pad_token", "padding")])
+def test_a_tokenizer_without_a_token_that_is_needed(token, kind, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    setattr(tokenizer, token, None)
+    with pytest.raises(ValueError, match=f"tokenizer has no {kind} token: add one"):
+        PretrainingCollator(tokenizer)

@@ -199,7 +199,7 @@ def test_derivatives_forwards_from_a_state(length):
         total = (output * direction).sum()
         gradients = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
         expected = sum((one * part).sum() for one, part in zip(gradients, along, strict=True) if one is not None)
-        assert abs((tangent * direction).sum() - expected) < 4e-12 * expected.abs()
+        assert abs((tangent * direction).sum() - expected) < 1.1e-13 * expected.abs()  # measured: 2.7e-14
 
 
 def test_second_derivatives():

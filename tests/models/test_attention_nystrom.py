@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_formula(num_landmarks, masked):
             total = total + (formulas.nystrom_matrix(q, k, num_landmarks) @ v * w).sum()
     found, expected = (torch.autograd.grad(one, inputs) for one in ((out * weight).sum(), total))
     for ours, theirs in zip(found, expected, strict=True):
-        assert relative_error(ours, theirs) < 4e-14
+        assert relative_error(ours, theirs) < 1.4e-14  # measured: 3.3e-15
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -140,7 +140,7 @@ def test_the_inverse_of_a_multiple():
     """The start is divided by both norms, so that the size of the matrix does not matter."""
     matrix = torch.softmax(3 * torch.randn(4, 12, 12, dtype=torch.float64), dim=-1)
     for factor in (0.01, 100.0):
-        assert relative_error(iterative_pinv(factor * matrix) * factor, iterative_pinv(matrix)) < 4e-15
+        assert relative_error(iterative_pinv(factor * matrix) * factor, iterative_pinv(matrix)) < 2.7e-15
 
 
 def test_the_inverse_is_that_of_float32_under_autocast():

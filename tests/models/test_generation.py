@@ -235,6 +235,8 @@ def test_a_cache_is_filled_by_a_call_and_then_generates():
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :10], cache=cache)
+    # A cache that is offloaded brings the states back to this device.
+    assert {layer.device for layer in cache.layers} == {ids.device}
     assert torch.equal(greedy(model, ids, **{CACHE: cache}), greedy(model, ids))
 
 

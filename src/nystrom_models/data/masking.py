@@ -58,7 +58,7 @@ class PretrainingCollator:
         if self.tokenizer.mask_token_id is None:
             raise ValueError("tokenizer has no mask token: add one, or use a tokenizer of a masked language model.")
         if self.tokenizer.pad_token_id is None:
-            raise ValueError("tokenizer has no padding token: add one, as by tokenizer.pad_token = tokenizer.eos_token.")
+            raise ValueError("tokenizer has no padding token: add one, such as [PAD].")
         self.epoch = 0
         self._templates = {num_texts: Template(self.tokenizer, num_texts) for num_texts in (1, 2)}
         self._ordinary = np.ones(len(self.tokenizer), dtype=bool)

@@ -116,8 +116,8 @@ def _loader(
 
 
 def tokens_per_byte(rows: Dataset) -> float:
-    """The number of predicted tokens in rows of [`causal_dataset`], divided by the UTF-8 bytes that they stand for; NaN
-    if they stand for none."""
+    """The number of predicted tokens in rows of [`causal_dataset`], divided by the UTF-8 bytes that they stand for;
+    NaN if they stand for none."""
     tokens = num_bytes = 0
     columns = rows.select_columns(["length", "document_starts", "num_bytes"]).with_format("numpy")
     for batch in columns.iter(10_000):
