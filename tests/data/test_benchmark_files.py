@@ -76,7 +76,7 @@ def test_a_changed_file_is_read_again(write, tmp_path):
         ("a O\nb\n", r"a.conll, line 2: 1 columns, but the first line has 2"),
         ("a\tO\nb\t\n", r"a.conll, line 2: the label of 'b' is empty"),
         ("a\n", r"a.conll, line 1: 1 columns, but a word and its label are needed"),
-        ("\n\n", "hold no rows"),
+        ("\n\n", "contain no rows"),
     ],
 )
 def test_lines_without_a_label(text, message, write, tmp_path):
@@ -152,7 +152,7 @@ def test_squads_files_and_flat_rows(name, text, write, tmp_path):
             {"data": [{"context": "a", "question": "b", "answers": [{"text": "a", "answer_start": "0"}]}]},
             r"data\[0\], an answer, has no 'answer_start' of the type int",
         ),
-        ({"data": []}, "hold no rows"),
+        ({"data": []}, "contain no rows"),
     ],
 )
 def test_fields_that_are_missing_are_named_by_their_place(content, message, write, tmp_path):

@@ -87,14 +87,14 @@ def assert_equal_outcomes(folder, expected):
 
 CASES = [
     (Run("nystromformer"), "kill-in-a-step", 8),
-    (Run(), "kill-while-saving", 4),
+    pytest.param(Run(), "kill-while-saving", 4, marks=pytest.mark.slow),
     (Run("nystromformer"), "term", 7),
     (Run(num_workers=2), "int", 7),
-    (Run(data="tokens"), "kill-in-a-step", 8),
+    pytest.param(Run(data="tokens"), "kill-in-a-step", 8, marks=pytest.mark.slow),
     (Run(num_processes=2), "kill-in-a-step", 8),
-    (Run(num_processes=2), "term-late", 6),
+    pytest.param(Run(num_processes=2), "term-late", 6, marks=pytest.mark.slow),
     (Run(data="stream1"), "kill-in-a-step", 8),
-    (Run(data="stream5", num_workers=1), "term", 7),
+    pytest.param(Run(data="stream5", num_workers=1), "term", 7, marks=pytest.mark.slow),
     (Run(data="stream1", num_processes=2), "term-other", 7),
     pytest.param(Run(data="stream2", num_processes=2), "kill-in-a-step", 8, marks=pytest.mark.slow),
     (Run("nystromformer", "stream5", 2), "kill-while-saving", 4),
@@ -134,8 +134,7 @@ def test_a_signal_may_ask_to_save_and_go_on(data, unstopped, tmp_path):
     ("data_kind", "before", "after"),
     [
         ("rows", 1, 2),
-        ("tokens", 2, 1),
-        *(pytest.param(kind, 2, 1, marks=pytest.mark.slow) for kind in ("rows", "stream2")),
+        *(pytest.param(kind, 2, 1, marks=pytest.mark.slow) for kind in ("tokens", "rows", "stream2")),
     ],
 )
 def test_a_run_goes_on_on_another_number_of_processes(data_kind, before, after, data, unstopped, tmp_path):
