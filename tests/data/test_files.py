@@ -120,6 +120,8 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         ("rows.csv", b'text,label\n"a,1\nb,2\n', r"rows\.csv, line 3: unexpected end of data"),
         ("rows.csv", b'text,label\n"a" b,1\n', r"rows\.csv, line 2: .* its quotes twice"),
         ("rows.csv", b"text,text\na,1\n", r"rows\.csv: its columns are \['text', 'text'\], but must be .*, each once"),
+        ("rows.csv", b'"text" x,label\na,1\n', r"rows\.csv, line 1: .* its quotes twice"),
+        ("rows.csv", b"\n\n", r"--test_file contain no rows"),
         ("rows.csv", b"text,label\n", r"--test_file contain no rows"),
         # pandas leaves the empty line out, and all later rows would get other numbers.
         ("rows.csv", b"text\na\n\nb\n", r"rows\.csv, line 3: empty"),
@@ -221,7 +223,7 @@ def test_several_tables(tmp_path):
 
 
 def test_empty_lines_at_the_end_are_no_rows(tmp_path):
-    (tmp_path / "rows.csv").write_text("text\na\nb\n\n\n")
+    (tmp_path / "rows.csv").write_text("\ntext\na\nb\n\n\n")
     assert load_files(tmp_path / "rows.csv", cache_dir=tmp_path / "cache")["text"][:] == ["a", "b"]
     (tmp_path / "rows.csv").write_text('text\n"a\n\nb"\nc\n')
     assert load_files(tmp_path / "rows.csv", cache_dir=tmp_path / "cache")["text"][:] == ["a\n\nb", "c"]

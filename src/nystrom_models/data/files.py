@@ -206,49 +206,53 @@ def rows_of_files(
     return rows
 
 
-def _header(path: str) -> list[str]:
-    """The names of a table's columns; pandas writes an index without a name."""
-    return [name or f"Unnamed: {i}" for i, name in enumerate(next(_table(path), []))]
-
-
-def _table(path: str) -> Any:
-    """The `csv.reader` of a .csv or .tsv file."""
+def _records(path: str) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a .csv or .tsv file, each with the number of its last line; that of an empty line is empty."""
     csv.field_size_limit(LARGEST_FIELD)
-    return csv.reader(decoded_lines(path), strict=True, **_TABLES[file_ending(path)])
+    reader = csv.reader(decoded_lines(path), strict=True, **_TABLES[file_ending(path)])
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {reader.line_num}: {error}. Quote a field that has quotes or line breaks, and write its "
+            "quotes twice."
+        ) from error
+
+
+def _header(records: Iterator[tuple[int, list[str]]]) -> list[str]:
+    """The names of a table's columns, from its first rows; pandas writes an index without a name."""
+    first = next((row for _, row in records if row), [])
+    return [name or f"Unnamed: {i}" for i, name in enumerate(first)]
 
 
 def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str | None]]:
     """The fields of .csv or .tsv files as texts; an empty one is missing. "NA" and "null" are texts."""
-    columns = _header(files[0][0])
+    columns = _header(_records(files[0][0]))
     for path, *_ in files:
-        header = _header(path)
+        records, empty = _records(path), 0
+        header = _header(records)
         if sorted(header) != sorted(columns) or len(set(header)) < len(header):
             raise ValueError(f"{path}: its columns are {header}, but must be {columns}, each once.")
-        reader, empty = _table(path), 0
-        try:
-            next(reader)
-            for row in reader:
-                if not row:
-                    empty = empty or reader.line_num
-                elif empty and len(header) == 1:
-                    # Without it, all later rows would get other numbers. At the end of a file, such lines are no rows.
-                    raise ValueError(f"{path}, line {empty}: empty. Remove the line, or write a text there.")
-                elif len(row) != len(header):
-                    counts = f"{len(row)} fields, but the header has {len(header)}"
-                    raise ValueError(f"{path}, line {reader.line_num}: {counts}, {header}.")
-                else:
-                    yield {name: field or None for name, field in zip(header, row, strict=True)}
-        except csv.Error as error:
-            raise ValueError(
-                f"{path}, line {reader.line_num}: {error}. Quote a field that has quotes or line breaks, and write "
-                "its quotes twice."
-            ) from error
+        for line, row in records:
+            if not row:
+                empty = empty or line
+            elif empty and len(header) == 1:
+                # Without it, all later rows would get other numbers. At the end of a file, such lines are no rows.
+                raise ValueError(f"{path}, line {empty}: empty. Remove the line, or write a text there.")
+            elif len(row) != len(header):
+                counts = f"{len(row)} fields, but the header has {len(header)}"
+                raise ValueError(f"{path}, line {line}: {counts}, {header}.")
+            else:
+                yield {name: field or None for name, field in zip(header, row, strict=True)}
 
 
 def _load_tables(
     names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
-    features = Features({name: Value("string") for name in _header(names[0])})
+    features = Features({name: Value("string") for name in _header(_records(names[0]))})
+    if not features:
+        raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.")
     if streaming:
         return IterableDataset.from_generator(
             with_code(_rows_of_tables), features=features, gen_kwargs={"files": _files(names)}
