@@ -4,7 +4,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertConfig, BertModel, modeling_utils
+from transformers import AutoModel, BertConfig, BertModel, DynamicCache, modeling_utils
 from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
 
 import nystrom_models
@@ -201,6 +201,10 @@ BAD_CALLS = {
         "seq_idx and cu_seq_lens_q divide the rows into different documents",
     ),
     "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
+    "a cache of keys": (
+        {"input_ids": IDS, "past_key_values": DynamicCache()},
+        r"cache is for models with recurrent states.*past_key_values, which PEFT's prefix tuning gives",
+    ),
     "cache": (
         {"input_ids": IDS, "use_cache": True},
         "use_cache is for models with recurrent states.*leave use_cache out",

@@ -75,6 +75,10 @@ def reject_cache(name: str, cache: Any, use_cache: bool | None, is_decoder: bool
     for argument, value in ((CACHE, cache), ("use_cache", use_cache)):
         if value is not None and value is not False:
             remedy = "use use_cache=False" if is_decoder else f"leave {argument} out"
+            if argument == CACHE:
+                remedy += (
+                    ", also as past_key_values, which PEFT's prefix tuning gives (prompt tuning and LoRA need none)"
+                )
             raise ValueError(f"{argument} is for models with recurrent states; {name} {reason}: {remedy}.")
 
 
