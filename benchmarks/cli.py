@@ -228,16 +228,19 @@ def selected_workloads(parser: argparse.ArgumentParser, arguments: argparse.Name
     return chosen
 
 
-def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    if arguments.command == "run" and arguments.repeats < 1:
-        parser.error("argument --repeats: must be at least 1")
-    for name in ("batch_size", "num_heads", "head_dim", "num_landmarks", "projected_dim", "num_layers"):
-        if getattr(arguments, name) < 1:
+def require_positive(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *names: str) -> None:
+    """Ends the program if a number, or one of several, is below 1. None is let through."""
+    for name in names:
+        given = getattr(arguments, name)
+        if given is not None and min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"argument --{name}: must be at least 1")
-    if arguments.tokens is not None and arguments.tokens < 1:
-        parser.error("argument --tokens: must be at least 1")
-    if min(arguments.lengths) < 1:
-        parser.error("argument --lengths: must be at least 1")
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.command == "run":
+        require_positive(parser, arguments, "repeats")
+    sizes = ("batch_size", "num_heads", "head_dim", "num_landmarks", "projected_dim", "num_layers")
+    require_positive(parser, arguments, *sizes, "tokens", "lengths")
     if arguments.conv_kernel_size % 2 == 0 or arguments.conv_kernel_size < 1:
         parser.error(f"argument --conv_kernel_size: must be odd, such as {max(arguments.conv_kernel_size, 0) + 1}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -444,10 +447,7 @@ def main(argv: list[str] | None = None) -> int:
         return on_a_gpu(arguments)
     if arguments.command == "decode":
         require_device(parser, arguments.device)
-        if arguments.repeats < 1:
-            parser.error("argument --repeats: must be at least 1")
-        if arguments.lengths and min(arguments.lengths) < 1:
-            parser.error("argument --lengths: must be at least 1")
+        require_positive(parser, arguments, "repeats", "lengths")
         return time_decoding(arguments, argv)
     if arguments.command == "collators":
         for length in arguments.lengths:

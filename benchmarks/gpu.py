@@ -337,10 +337,10 @@ TARGETS = (
 def newest_rows(folder: Path, gpu: str, part: str) -> list[dict[str, Any]]:
     """The rows of the newest result file of a part on a GPU; none if there is none."""
     pattern = re.compile(rf"\d{{4}}-\d\d-\d\d-{re.escape(gpu)}-{part}(?:-(\d+))?\.json")
-    files = [path for path in folder.glob("*.json") if pattern.fullmatch(path.name)]
+    files = [(path, match) for path in folder.glob("*.json") if (match := pattern.fullmatch(path.name))]
     if not files:
         return []
-    newest = max(files, key=lambda path: (path.name[:10], int(pattern.fullmatch(path.name)[1] or -1)))
+    newest, _ = max(files, key=lambda file: (file[0].name[:10], int(file[1][1] or -1)))
     return json.loads(newest.read_text(encoding="utf-8"))["results"]
 
 

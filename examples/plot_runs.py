@@ -48,9 +48,8 @@ def main(args: Sequence[str] | None = None) -> None:
     (arguments,) = parse_arguments((PlotArguments,), args, __doc__)
     labels = arguments.labels
     if arguments.x in AXES:
-        histories = {label: read_history(run) for label, run in zip(labels, arguments.runs, strict=True)}
-        plot_history(histories, arguments.output, arguments.x)
         folders = dict(zip(labels, arguments.runs, strict=True))
+        plot_history({label: read_history(run) for label, run in folders.items()}, arguments.output, arguments.x)
         finished = {label: read_run(run) for label, run in folders.items() if read_results(run) is not None}
         if unfinished := [label for label in labels if label not in finished]:
             print(f"Not finished, and therefore not in the table: {', '.join(unfinished)}.")

@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-9
 
 
-def pretrain(model, examples, tokenizer, micro_batch=8, accumulation=1, steps=4, learning_rate=1e-3, objective=None):
+def pretrain(model, examples, tokenizer, micro_batch=8, accumulation=1, steps=4, learning_rate=1e-3, **options):
     args = OptimizationArguments(
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
@@ -55,7 +55,8 @@ def pretrain(model, examples, tokenizer, micro_batch=8, accumulation=1, steps=4,
         max_train_steps=steps,
     )
     loader = RowLoader(examples, PretrainingCollator(tokenizer), micro_batch, accumulation)
-    return train(create_accelerator(), model, objective or PretrainingObjective(), loader, args, logging_steps=1)
+    options = {"objective": PretrainingObjective(), "logging_steps": 1} | options
+    return train(create_accelerator(), model, loader=loader, args=args, **options)
 
 
 def assert_equal_histories(history, other_history):
@@ -220,15 +221,8 @@ def test_evaluations_do_not_count_as_time_of_training(examples, tokenizer, monke
             return super().losses(outputs)
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    state = train(
-        create_accelerator(),
-        tiny_model("linformer", tokenizer),
-        Ticking(),
-        RowLoader(examples, PretrainingCollator(tokenizer), 8),
-        OptimizationArguments(8, max_train_steps=6),
-        logging_steps=2,
-        evaluation=Evaluation(evaluation, 2),
-    )
+    options = {"objective": Ticking(), "logging_steps": 2, "evaluation": Evaluation(evaluation, 2)}
+    state = pretrain(tiny_model("linformer", tokenizer), examples, tokenizer, steps=6, **options)
     assert state.seconds == 6.0
     rates = [row["tokens_per_second"] for row in state.history if "tokens_per_second" in row]
     tokens = [row["num_input_tokens_seen"] for row in state.history if "tokens_per_second" in row]

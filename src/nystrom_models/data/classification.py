@@ -292,9 +292,9 @@ def check_labels(
                 f"The column {label_column!r} of {where} must hold numbers for regression, but holds {dtype}."
             )
     elif ids is not None:
-        unknown = set(_unique_labels(dataset, label_column, label_delimiter))
-        unknown = set(filter(lambda label: _found(ids)(label) is None, unknown))
-        if unknown:
+        found = _found(ids)
+        labels = set(_unique_labels(dataset, label_column, label_delimiter))
+        if unknown := [label for label in labels if found(label) is None]:
             raise ValueError(
                 f"The column {label_column!r} of {where} contains {sorted(unknown, key=str)}, not among the "
                 f"labels {list(ids)}."

@@ -168,6 +168,10 @@ def _files(names: Sequence[str]) -> list[tuple[str, int, int]]:
     return [(os.path.abspath(name), os.stat(name).st_mtime_ns, os.stat(name).st_size) for name in names]
 
 
+def _no_rows(names: Sequence[str], flag: str) -> ValueError:
+    return ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.")
+
+
 def rows_of_files(
     read: Callable[..., Iterator[dict[str, Any]]],
     features: Features,
@@ -202,7 +206,7 @@ def rows_of_files(
     except ValueError as error:
         if "corresponds to no data" not in str(error):
             raise
-        raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.") from None
+        raise _no_rows(names, flag) from None
     return rows
 
 
@@ -252,7 +256,7 @@ def _load_tables(
 ) -> Dataset | IterableDataset:
     features = Features({name: Value("string") for name in _header(_records(names[0]))})
     if not features:
-        raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.")
+        raise _no_rows(names, flag)
     if streaming:
         return IterableDataset.from_generator(
             with_code(_rows_of_tables), features=features, gen_kwargs={"files": _files(names)}
@@ -328,12 +332,12 @@ def load_files(
         for name in names:
             _check_lines(name)
         if "corresponds to no data" in str(error):
-            raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.") from error
+            raise _no_rows(names, flag) from error
         raise ValueError(f"{', '.join(names)}, given by {flag}, cannot be read: {error.__cause__ or error}") from error
     if ending in (".json", ".jsonl"):
         dataset = _with_texts_of_dates(dataset, names)
     if len(dataset) == 0:
-        raise ValueError(f"The files of {flag} contain no rows: {', '.join(names)}.")
+        raise _no_rows(names, flag)
     return dataset
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .product_rule import product_tangent
 from .token_layout import split_heads
 from .tracing import depends_on_values, is_compiling, takes_own_gradients
 
@@ -139,12 +140,7 @@ class _WithTangents(_DepthwiseConvolution):
     @staticmethod
     def jvp(ctx: Any, value_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
         value, weight = ctx.saved_tensors
-        parts = []
-        if value_tangent is not None:
-            parts.append(_differentiable(value_tangent, weight))
-        if weight_tangent is not None:
-            parts.append(_differentiable(value, weight_tangent))
-        return sum(parts[1:], parts[0])
+        return product_tangent(_differentiable, value, weight, value_tangent, weight_tangent)
 
 
 def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .product_rule import product_tangent
 from .tracing import takes_own_gradients
 
 # TF32 keeps 10 bits of a float32's 23.
@@ -65,5 +66,4 @@ class _WithTangents(_SplitProduct):
     @staticmethod
     def jvp(ctx: Any, left_tangent: Tensor | None, right_tangent: Tensor | None) -> Tensor:
         left, right = ctx.saved_tensors
-        by_left = multiply(torch.zeros_like(left) if left_tangent is None else left_tangent, right)
-        return by_left + multiply(left, torch.zeros_like(right) if right_tangent is None else right_tangent)
+        return product_tangent(multiply, left, right, left_tangent, right_tangent)

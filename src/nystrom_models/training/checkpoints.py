@@ -292,25 +292,29 @@ class BestModel:
 
         Raises FloatingPointError and OSError as [`save_checkpoint`] does.
         """
-        partial = self.folder.with_name(f".{BEST}.partial")
-        with _clear_failure(partial, self.folder):
+        with self._replacement() as partial:
             self.save_model(model, partial)
             if self.accelerator.is_main_process:
                 write_json(partial / "best.json", why)
-                _remove(self.folder)
-                partial.rename(self.folder)
         self.accelerator.wait_for_everyone()
 
     def adopt(self, output_dir: Path, step: int) -> None:
         """Takes over the best model of another run from its folder, if it is that of this step."""
         source = BestModel(self.accelerator, output_dir, self.save_model)
         if self.accelerator.is_main_process and source.step() == step:
-            partial = self.folder.with_name(f".{BEST}.partial")
-            with _clear_failure(partial, self.folder):
-                shutil.copytree(source.folder, partial)
+            with self._replacement() as partial:
+                shutil.copytree(source.folder, partial, dirs_exist_ok=True)
+        self.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def _replacement(self) -> Iterator[Path]:
+        """The folder to write in, which then takes the place of the previous one."""
+        partial = self.folder.with_name(f".{BEST}.partial")
+        with _clear_failure(partial, self.folder):
+            yield partial
+            if self.accelerator.is_main_process:
                 _remove(self.folder)
                 partial.rename(self.folder)
-        self.accelerator.wait_for_everyone()
 
     def load(self, model: nn.Module) -> None:
         """Loads the saved weights into the prepared model."""

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,9 @@ def start_run(args: RunArguments) -> Accelerator:
     accelerator = create_accelerator(args.mixed_precision, **options)
     create_folder(args.output_dir)
     if args.do_train:
-        if accelerator.is_main_process:
-            with folder_lock(args.output_dir):  # before anything of another run is removed
-                make_way(args)
-        else:
-            make_way(args, remove=False)
+        main = accelerator.is_main_process
+        with folder_lock(args.output_dir) if main else nullcontext():  # before anything of another run is removed
+            make_way(args, remove=main)
     else:
         _refuse_to_replace(args)
     if args.push_to_hub and accelerator.is_main_process:
@@ -220,13 +218,12 @@ def _clear_failure_of_the_end(args: RunArguments) -> Iterator[None]:
     except Exception as error:
         kept = [Path(args.output_dir, BEST), *list_checkpoints(args.output_dir)[-1:]]
         left = " and ".join(str(path) for path in kept if path.is_dir())
+        what = f"{left} is complete, and --resume_from_checkpoint latest continues."
+        if not left:
+            what = "nothing of the training is left, because --checkpointing_steps was not given."
         raise OSError(
-            f"Saving the model to --output_dir {args.output_dir} failed: {error}. Make room; "
-            + (f"{left} is complete, and --resume_from_checkpoint latest continues." if left else _NOTHING_LEFT)
+            f"Saving the model to --output_dir {args.output_dir} failed: {error}. Make room; {what}"
         ) from error
-
-
-_NOTHING_LEFT = "nothing of the training is left, because --checkpointing_steps was not given."
 
 
 def final_scores(
