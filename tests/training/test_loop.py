@@ -241,7 +241,7 @@ def test_losses_have_their_weights_in_the_gradient_and_not_in_the_log(examples, 
         [row] = pretrain(model, examples, tokenizer, steps=1, objective=objective).history
         return row
 
-    plain, weighted, alone = first(None), first(Weighted()), first(Alone())
+    plain, weighted, alone = first(PretrainingObjective()), first(Weighted()), first(Alone())
     assert weighted["grad_norm"] == pytest.approx(plain["grad_norm"] / 4)
     assert 0 < alone["grad_norm"] < plain["grad_norm"]
     for name in ("mlm_loss", "sop_loss", "mlm_accuracy"):
