@@ -12,10 +12,8 @@ import onnxruntime
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
-from transformers import DistilBertConfig, DistilBertModel
 from transformers.utils import ModelOutput
 
-from nystrom_models import use_nystrom
 from nystrom_models.deployment import compare_onnx, export_onnx
 from nystrom_models.deployment import onnx as deployment
 from tests.deployment.in_openvino import check_logits
@@ -174,12 +172,6 @@ def test_means_and_pairs_at_any_length(fields, tmp_path):
     path = export_onnx(model, tmp_path / "model.onnx", verify=True)
     ids = torch.randint(3, 99, (3, 2, 40) if fields else (3, 40))
     assert run(path, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).shape == (3, 2)
-
-
-def test_an_encoder_of_transformers_without_token_types(tmp_path):
-    config = DistilBertConfig(vocab_size=99, dim=32, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=64)
-    model = use_nystrom(DistilBertModel(config).eval(), 8, pinv_iterations=2)
-    assert export_onnx(model, tmp_path / "model.onnx", verify=True).is_file()
 
 
 @pytest.mark.slow

@@ -11,10 +11,9 @@ from tests.models.options import language_model
 
 CONVERTED = (
     "nystromformer-landmarks",
-    "linear-causal",
     *(
         pytest.param(option, marks=pytest.mark.slow)
-        for option in ("linformer-headwise", "linformer-conv", "linear-hedgehog")
+        for option in ("linear-causal", "linformer-headwise", "linformer-conv", "linear-hedgehog")
     ),
 )
 

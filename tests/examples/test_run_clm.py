@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import math
+import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import context_lengths
@@ -19,7 +18,9 @@ from transformers import pipeline as hf_pipeline
 
 from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
 from nystrom_models.command_line.main import main as nystrom_models_main
+from nystrom_models.training.loop import TrainingLoop
 from nystrom_models.training.splits import load_documents
+from tests.training import processes
 
 CONFIG = {
     "model_type": "linear_transformer",
@@ -211,29 +212,30 @@ def test_a_model_is_evaluated_and_trained_on(trained, corpus, tmp_path):
     assert further["validation"]["loss"] < 1.5 * results["validation"]["loss"]
 
 
+def train_until(killed_after, arguments):
+    take_step = TrainingLoop.take_step
+
+    def take_steps(loop, step):
+        if loop.state.step == killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        take_step(loop, step)
+
+    TrainingLoop.take_step = take_steps
+    run_clm.main(arguments)
+
+
 @pytest.mark.filterwarnings("ignore:Since .* versions")
 @pytest.mark.parametrize(
     "streaming", [pytest.param(False, id="rows", marks=pytest.mark.slow), pytest.param(True, id="stream")]
 )
 def test_a_run_killed_and_resumed_is_the_unstopped_one(streaming, corpus, tmp_path):
-    """In a separate process, past the end of an epoch; the weights are bitwise equal."""
+    """In processes of their own, past the end of an epoch; the weights are bitwise equal."""
     options = ["--checkpointing_steps", "4", "--logging_steps", "1", "--max_train_samples", "60"]
     options += ["--streaming", "--max_eval_samples", "10"] if streaming else ["--eval_strategy", "no"]
-    run(corpus, tmp_path / "whole", *options, steps=12)
-    killed = arguments(corpus, tmp_path / "killed", *options, steps=12)
-    code = (
-        "import os, signal, run_clm\n"
-        "from nystrom_models.training.loop import TrainingLoop\n"
-        "take_step = TrainingLoop.take_step\n"
-        "def take_steps(loop, step):\n"
-        "    if loop.state.step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    take_step(loop, step)\n"
-        "TrainingLoop.take_step = take_steps\n"
-        f"run_clm.main({killed!r})\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(run_clm.__file__).parent, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
-    run(corpus, tmp_path / "killed", *options, "--resume_from_checkpoint", "latest", steps=12)
+    whole, killed = (arguments(corpus, tmp_path / name, *options, steps=12) for name in ("whole", "killed"))
+    for killed_after, flags in ((None, whole), (7, killed), (None, [*killed, "--resume_from_checkpoint", "latest"])):
+        codes, log = processes.run(train_until, killed_after, flags, folder=tmp_path)
+        assert codes == [-signal.SIGKILL if killed_after else 0], log[-3000:]
     assert losses(history(tmp_path / "killed")) == losses(history(tmp_path / "whole"))
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -349,11 +349,13 @@ def test_masks_are_looked_at_in_graphs():
 
 
 @torch.no_grad()
-def test_onnx_is_one_file_for_all_lengths(tmp_path):
+@pytest.mark.parametrize("name", ["DistilBERT", pytest.param("BERT", marks=pytest.mark.slow)])
+def test_onnx_is_one_file_for_all_lengths(name, tmp_path):
+    """With token types and, for DistilBERT, without."""
     import onnxruntime
 
-    model = one_layer("BERT")
-    path = export_onnx(model, tmp_path / "model.onnx")
+    model = one_layer(name)
+    path = export_onnx(model, tmp_path / "model.onnx", verify=True)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for length in (33, 6):
         ids, mask = tokens(3, length), torch.ones(3, length, dtype=torch.long)

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".cache" / "quantization"
 
 
-def run(program: str, folder: Path) -> str:
-    """Runs a Python program in a folder and returns what it prints."""
+def run(program: str, folder: Path, *arguments: str) -> str:
+    """Runs a Python program with arguments in a folder and returns what it prints."""
     if not PACKAGES.is_dir():
         pytest.fail(f"Nothing is in {PACKAGES}: `make test` fetches it, or alone: make .cache/quantization/installed")
     paths = [str(PACKAGES), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, *arguments]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights quantized by torchao and bitsandbytes, in every family, and LoRA on top of them."""
 
+import pytest
+
 from tests.models import quantization
+from tests.models.options import OPTIONS
+
+ONE_OF_A_FAMILY = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
 
 TORCHAO = """
 import torch
@@ -22,16 +27,16 @@ for option in OPTIONS:
 # As Transformers' guide loads a model; it is saved with its small weights, and loaded again. In 4 bits, the result is
 # that of the weights that the 4 bits stand for; in 8 bits, activations are rounded, too.
 BITSANDBYTES = """
-import bitsandbytes, torch
+import bitsandbytes, sys, torch
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
-from tests.models.options import OPTIONS, make_model, padded_inputs, relative_error, result
+from tests.models.options import make_model, padded_inputs, relative_error, result
 
 LAYERS = {
     "int8": (bitsandbytes.nn.Linear8bitLt, BitsAndBytesConfig(load_in_8bit=True)),
     "nf4": (bitsandbytes.nn.Linear4bit, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
 }
 on_cpu = {"device_map": "cpu", "dtype": torch.float32}
-for option in OPTIONS:
+for option in sys.argv[1:]:
     torch.manual_seed(0)
     model = make_model(option, "ForSequenceClassification")
     inputs = padded_inputs("ForSequenceClassification")
@@ -98,8 +103,9 @@ def test_torchao(tmp_path):
     quantization.run(TORCHAO, tmp_path)
 
 
-def test_bitsandbytes(tmp_path):
-    quantization.run(BITSANDBYTES, tmp_path)
+@pytest.mark.parametrize("options", [ONE_OF_A_FAMILY, pytest.param(tuple(OPTIONS), marks=pytest.mark.slow)], ids=len)
+def test_bitsandbytes(options, tmp_path):
+    quantization.run(BITSANDBYTES, tmp_path, *options)
 
 
 def test_qlora(tmp_path):

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import math
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,10 +34,8 @@ from nystrom_models.training import (
 )
 from nystrom_models.training.optimization import OPTIMIZERS, SCHEDULES
 from nystrom_models.training.saving import load_weights
-from tests.training import two_processes
+from tests.training import processes, two_processes
 from tests.training.models import FAMILIES, tiny_model
-
-ROOT = Path(__file__).parents[2]
 
 # For float64 models; where a gradient is nearly zero, Adam amplifies differences.
 TOLERANCE = 1e-9
@@ -296,9 +290,8 @@ def test_two_processes_follow_one(texts, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     one = two_processes.run(tmp_path)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*launch, two_processes.__file__, str(tmp_path)], check=True, env=environment, timeout=500)
+    codes, log = processes.run(two_processes.main, str(tmp_path), folder=tmp_path, num_processes=2)
+    assert codes == [0, 0], log[-3000:]
     for rank in (0, 1):
         two = json.loads((tmp_path / f"result{rank}.json").read_text())
         assert two.keys() == one.keys()

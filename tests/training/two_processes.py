@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains on any number of processes and writes the results; run by test_loop.py through `torchrun`."""
+"""Trains on any number of processes and writes the results, for test_loop.py."""
 
 import json
-import sys
 
 import torch
 from datasets import Dataset
@@ -75,9 +74,8 @@ def run(folder):
     return results
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    results = run(sys.argv[1])
-    with open(f"{sys.argv[1]}/result{torch.distributed.get_rank()}.json", "w") as file:
+def main(folder):
+    """Writes the results of each process to a file."""
+    results = run(folder)
+    with open(f"{folder}/result{torch.distributed.get_rank()}.json", "w") as file:
         json.dump(results, file)
-    torch.distributed.destroy_process_group()
