@@ -315,6 +315,15 @@ def test_two_runs_do_not_write_to_one_folder(tokenizer, examples, tmp_path):
     assert not (tmp_path / ".running").exists()
 
 
+def test_an_earlier_run_is_removed_when_training_begins_and_not_before(tokenizer, examples, tmp_path):
+    short_run(tokenizer, examples, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    start_run(RunArguments(output_dir=str(tmp_path), overwrite_output_dir=True))
+    assert before and before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    short_run(tokenizer, examples, tmp_path, steps=1, overwrite_output_dir=True)
+    assert not [path.name for path in tmp_path.iterdir() if path.is_dir()]
+
+
 def test_the_best_model_is_known_in_another_folder(tokenizer, examples, tmp_path, capsys):
     accelerator, losses = create_accelerator(), iter([3.0, 1.0, 2.0, 2.5, 1.5])
 

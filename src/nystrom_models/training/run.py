@@ -71,9 +71,10 @@ def start_run(args: RunArguments) -> Accelerator:
     accelerator = create_accelerator(args.mixed_precision, **options)
     create_folder(args.output_dir)
     if args.do_train:
-        main = accelerator.is_main_process
-        with folder_lock(args.output_dir) if main else nullcontext():  # before anything of another run is removed
-            make_way(args, remove=main)
+        # What is wrong with the folder is said at once. An earlier run in it is removed when training begins: until
+        # then, a misspelled name or a refused token leaves it as it is.
+        with folder_lock(args.output_dir) if accelerator.is_main_process else nullcontext():
+            make_way(args, remove=False)
     else:
         _refuse_to_replace(args)
     if args.push_to_hub and accelerator.is_main_process:
