@@ -23,8 +23,8 @@ from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
 from nystrom_models.training.glue import finetune_glue
 from nystrom_models.training.grid import finetune_grid
-from nystrom_models.training.signals import end_as_signalled
-from nystrom_models.training.splits import load_data, load_splits
+from nystrom_models.training.signals import run_script
+from nystrom_models.training.splits import check_cache, load_data, load_splits
 from nystrom_models.training.text_classification import TextClassificationArguments
 
 
@@ -116,6 +116,7 @@ _OF_MNLI = ("validation_mismatched", "test_mismatched", "test_ax")
 
 def load_glue_splits(args: GlueArguments, task_name: str) -> Mapping[str, Dataset]:
     """The splits of a GLUE task, from the Hub, from files, or from a folder of all tasks."""
+    check_cache(args.cache_dir)
     files = args.files(task_name)
     if args.data_dir is not None:
         files = dict(find_glue_files(args.data_dir, task_name))
@@ -140,5 +141,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
-    end_as_signalled()
+    run_script(main)

@@ -14,7 +14,7 @@ from typing import Any
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
 from nystrom_models.training.grid import finetune_grid
-from nystrom_models.training.signals import end_as_signalled
+from nystrom_models.training.signals import run_script
 from nystrom_models.training.splits import load_data
 from nystrom_models.training.text_classification import TextClassificationArguments
 
@@ -38,5 +38,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
-    end_as_signalled()
+    run_script(main)

@@ -15,7 +15,7 @@ from typing import Any
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.long_range_arena import ArenaArguments, train_arena
 from nystrom_models.training.optimization import OptimizationArguments
-from nystrom_models.training.signals import end_as_signalled
+from nystrom_models.training.signals import run_script
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
@@ -25,5 +25,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
-    end_as_signalled()
+    run_script(main)

@@ -18,7 +18,7 @@ from nystrom_models.data.conll_files import load_conll_files
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
 from nystrom_models.training.grid import finetune_grid
-from nystrom_models.training.signals import end_as_signalled
+from nystrom_models.training.signals import run_script
 from nystrom_models.training.splits import load_data
 from nystrom_models.training.token_classification import TokenClassificationArguments
 
@@ -36,5 +36,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
-    end_as_signalled()
+    run_script(main)

@@ -16,7 +16,7 @@ from typing import Any
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.optimization import OptimizationArguments
 from nystrom_models.training.pretraining import PretrainingArguments, pretrain
-from nystrom_models.training.signals import end_as_signalled
+from nystrom_models.training.signals import run_script
 from nystrom_models.training.splits import load_documents
 
 
@@ -28,5 +28,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
-    end_as_signalled()
+    run_script(main)

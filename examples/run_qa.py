@@ -17,7 +17,7 @@ from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
 from nystrom_models.training.grid import finetune_grid
 from nystrom_models.training.question_answering import QuestionAnsweringArguments
-from nystrom_models.training.signals import end_as_signalled
+from nystrom_models.training.signals import run_script
 from nystrom_models.training.splits import load_data
 
 
@@ -32,5 +32,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
-    end_as_signalled()
+    run_script(main)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import math
+import os
 import random
+import signal
 from itertools import islice
 
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nystrom_models.data import RowLoader, classification_dataset, eval_dataloader
+from nystrom_models.data.loading import _end_workers, without_signals
 from nystrom_models.training.loop import num_training_steps
 from nystrom_models.training.optimization import OptimizationArguments
 
@@ -28,6 +32,25 @@ def dataset(lengths=LENGTHS):
 
 def steps(loader, number, num_processes=1, process_index=0, position=None):
     return list(islice(loader.steps(num_processes, process_index, position), number))
+
+
+def test_workers_go_on_after_signals_and_end_with_the_process():
+    workers = torch.utils.data.DataLoader(range(8), num_workers=1, worker_init_fn=without_signals)
+    numbers = iter(workers)
+    assert next(numbers) == 0
+    [worker] = numbers._workers
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+    assert [int(number) for number in islice(numbers, 6)] == [1, 2, 3, 4, 5, 6]
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        _end_workers()
+        worker.join(5)
+        assert not worker.is_alive()
+        with contextlib.suppress(RuntimeError):  # it was killed
+            numbers._shutdown_workers()
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def rows_of(step):

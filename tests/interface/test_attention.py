@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoModel
 
-from nystrom_models import NystromformerConfig, NystromformerModel, use_nystrom
+from nystrom_models import LinearTransformerConfig, NystromformerConfig, NystromformerModel, use_nystrom
 from nystrom_models.deployment import export_onnx
 from nystrom_models.interface.attention import CHANGES, nystrom_attention_forward
 from nystrom_models.models.attention_nystrom import nystrom_attention_reference, nystrom_cross_attention_reference
@@ -253,9 +253,15 @@ def test_what_means_nothing_is_let_through():
 
 def test_the_family_itself_is_not_for_it():
     config = NystromformerConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32)
-    config._attn_implementation = "nystrom"
+    model = NystromformerModel(config)
+    with pytest.raises(ValueError, match=r'Nystromformer.* has the attention that its configuration.*Use "sdpa"'):
+        model.set_attn_implementation("nystrom")
+    model.config._attn_implementation = "nystrom"
     with pytest.raises(ValueError, match="already is linear in the length"):
-        NystromformerModel(config)(tokens())
+        model(tokens())
+    linear = LinearTransformerConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32)
+    with pytest.raises(ValueError, match="LinearTransformerModel has the attention that its configuration"):
+        AutoModel.from_config(linear, attn_implementation="nystrom")
 
 
 @torch.no_grad()

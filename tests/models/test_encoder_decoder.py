@@ -4,9 +4,11 @@
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
     BertLMHeadModel,
+    BertModel,
     EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
@@ -60,3 +62,6 @@ def test_train_generate_save_and_load(option, decoder, tmp_path):
 def test_a_family_as_the_decoder_is_refused_by_name():
     with pytest.raises(ValueError, match="no cross-attention: use add_cross_attention=False"):
         LinearTransformerConfig(is_decoder=True, add_cross_attention=True)
+    encoder, decoder = BertModel(BertConfig(**TINY)), LinearTransformerConfig(**TINY, is_decoder=True)
+    with pytest.raises(ValueError, match="must be another model, such as a BERT or GPT-2"):
+        EncoderDecoderModel(encoder=encoder, decoder=AutoModelForCausalLM.from_config(decoder))

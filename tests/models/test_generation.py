@@ -300,6 +300,8 @@ def test_the_softmax_control_generates_without_a_cache():
         assert written[row, padding:].tolist() == alone[0].tolist()
     with pytest.raises(ValueError, match=r"exact attention, and no state of fixed size.*use_cache=False"):
         model(ids, use_cache=True)
+    with pytest.raises(ValueError, match=r"feature_map=None has no states to continue from.*give input_ids"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=2, use_cache=False)
     with pytest.raises(ValueError, match=r"feature_map=None.*use_cache=False"):
         nystrom_models.LinearTransformerConfig(is_decoder=True, feature_map=None, use_cache=True)
     with pytest.raises(ValueError, match=r"projected_dim .* needs a feature_map"):

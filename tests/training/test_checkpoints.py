@@ -30,10 +30,10 @@ from nystrom_models.training import (
 from nystrom_models.training.arguments import RunArguments
 from nystrom_models.training.checkpoints import BestModel, make_way, read_progress
 from nystrom_models.training.loop import Evaluation
-from nystrom_models.training.run import start_run
+from nystrom_models.training.run import _clear_failure_of_the_end, start_run
 from nystrom_models.training.saving import save_pretrained
 from nystrom_models.training.selection import Goal
-from nystrom_models.training.signals import Signals, end_as_signalled
+from nystrom_models.training.signals import Signals, no_further_run, run_script
 from tests.training import processes, stopped_run
 from tests.training.models import tiny_model
 from tests.training.stopped_run import Run
@@ -305,7 +305,7 @@ def test_two_runs_do_not_write_to_one_folder(tokenizer, examples, tmp_path):
                 short_run(tokenizer, examples, tmp_path, **options)
             arguments = RunArguments(output_dir=str(tmp_path), **options)
             with pytest.raises(ValueError, match="Another run"):
-                start_run(arguments)
+                start_run(arguments).__enter__()
         (tmp_path / ".running").unlink()
         assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     finally:
@@ -315,10 +315,43 @@ def test_two_runs_do_not_write_to_one_folder(tokenizer, examples, tmp_path):
     assert not (tmp_path / ".running").exists()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
+def test_a_folder_is_locked_until_its_run_has_written_everything(tokenizer, examples, tmp_path):
+    with start_run(RunArguments(output_dir=str(tmp_path))):
+        short_run(tokenizer, examples, tmp_path, steps=1)
+        assert (tmp_path / ".running").exists()  # scores and results come after training
+    assert not (tmp_path / ".running").exists()
+
+
+def test_parts_that_a_killed_run_left_are_removed_by_the_next(tokenizer, examples, tmp_path):
+    short_run(tokenizer, examples, tmp_path, steps=2)
+    left = [".checkpoint-4.partial", ".checkpoint-1.removed", ".best_model.partial", ".best_model.removed"]
+    for options in ({"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
+        for name in left:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "modeling_bert.py").write_text("# of another model")
+        short_run(tokenizer, examples, tmp_path, steps=2, **options)
+        assert not [path.name for path in tmp_path.iterdir() if path.name in left]
+
+
+def test_what_is_left_after_a_full_disk_is_said(tmp_path):
+    def message():
+        with pytest.raises(OSError) as raised, _clear_failure_of_the_end(RunArguments(output_dir=str(tmp_path))):
+            raise OSError("No space left on device")
+        return str(raised.value)
+
+    assert "nothing of the training is left" in message()
+    (tmp_path / "best_model").mkdir()
+    assert "best_model is complete: move it" in message() and "--resume_from_checkpoint" not in message()
+    (tmp_path / "checkpoint-2").mkdir()
+    assert "checkpoint-2 is complete, and --resume_from_checkpoint latest continues" in message()
+
+
 def test_an_earlier_run_is_removed_when_training_begins_and_not_before(tokenizer, examples, tmp_path):
     short_run(tokenizer, examples, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    start_run(RunArguments(output_dir=str(tmp_path), overwrite_output_dir=True))
+    with start_run(RunArguments(output_dir=str(tmp_path), overwrite_output_dir=True)):
+        pass
     assert before and before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     short_run(tokenizer, examples, tmp_path, steps=1, overwrite_output_dir=True)
     assert not [path.name for path in tmp_path.iterdir() if path.is_dir()]
@@ -345,16 +378,47 @@ def test_the_best_model_is_known_in_another_folder(tokenizer, examples, tmp_path
     assert "that of step 4, is not in" in capsys.readouterr().out
 
 
-def test_a_run_that_a_signal_ended_gives_the_status_of_the_signal(monkeypatch):
+@pytest.fixture
+def no_signal_yet(monkeypatch):
     monkeypatch.setattr(Signals, "_ended_by", None)
-    end_as_signalled()
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        with Signals() as signals:
-            os.kill(os.getpid(), number)
-        signals.end_run()
-        with pytest.raises(SystemExit) as ended:
-            end_as_signalled()
-        assert ended.value.code == status
+    monkeypatch.setattr(Signals, "_late", None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handler = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, handler)
+
+
+def ended_by(number):
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+    signals.end_run()
+
+
+def test_a_run_that_a_signal_ended_gives_the_status_of_the_signal(no_signal_yet):
+    run_script(lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: ended_by(signal.SIGTERM))
+    assert ended.value.code == 143
+    with pytest.raises(KeyboardInterrupt):  # by which Python ends itself as Ctrl-C does
+        run_script(lambda: ended_by(signal.SIGINT))
+
+
+def test_sigusr1_outside_of_training_ends_nothing(no_signal_yet):
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    run_script(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    own = lambda number, frame: None  # noqa: E731
+    signal.signal(signal.SIGUSR1, own)
+    run_script(lambda: None)
+    assert signal.getsignal(signal.SIGUSR1) is own
+
+
+def test_a_signal_in_the_last_step_is_remembered_until_the_next_run(tokenizer, examples, tmp_path, no_signal_yet):
+    model = tiny_model("linformer", tokenizer)
+    model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert not short_run(tokenizer, examples, tmp_path / "one", steps=1, model=model).interrupted
+    assert no_further_run() and Signals._ended_by == signal.SIGTERM
+    short_run(tokenizer, examples, tmp_path / "two", steps=1)
+    assert not no_further_run()
 
 
 def test_oldest_checkpoints_are_removed(tokenizer, examples, tmp_path):

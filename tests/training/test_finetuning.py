@@ -109,7 +109,8 @@ def test_words_of_several_rows_are_one_text_and_count_alike():
 
 def test_results_of_a_training_are_not_replaced_by_those_of_a_prediction(tmp_path):
     def begin(**options):
-        start_run(RunArguments(output_dir=str(tmp_path), **options))
+        with start_run(RunArguments(output_dir=str(tmp_path), **options)):
+            pass
 
     write_results(tmp_path, {"train": {}}, RunArguments(output_dir="x"))
     begin()  # another training

@@ -3,6 +3,7 @@
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from nystrom_models.training.grid import finetune_grid, parse_grid
 from nystrom_models.training.long_range_arena import ArenaArguments
 from nystrom_models.training.question_answering import QuestionAnsweringArguments
 from nystrom_models.training.results import write_results
+from nystrom_models.training.signals import Signals
 from nystrom_models.training.text_classification import TextClassificationArguments
 from nystrom_models.training.token_classification import TokenClassificationArguments
 
@@ -90,6 +92,14 @@ def run(folder, monkeypatch, scores, items, **options):
     monkeypatch.setattr(grid, "finetune", finetune)
     task, splits = TextTask(("text",), best_metric="pearson"), {"train": Dataset.from_dict({"text": ["a"]})}
     return finetune_grid(arguments(folder, grid=items, **options), OPTIMIZATION, task, splits), given
+
+
+def test_no_run_begins_after_a_signal_at_the_end_of_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(Signals, "_ended_by", None)
+    monkeypatch.setattr(Signals, "_late", signal.SIGTERM)
+    found, given = run(tmp_path, monkeypatch, [{"pearson": 0.5}] * 2, ["seed=0,1"])
+    assert given == ["seed=0"] and "grid" not in found and Signals._ended_by == signal.SIGTERM
+    assert not (tmp_path / "all_results.json").exists()
 
 
 def test_an_undefined_score_is_never_best_and_is_read_again(monkeypatch, tmp_path):

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loaders: optimizer steps for training, from a data set of known length; every row once, for evaluation."""
 
+import atexit
 import math
+import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -60,17 +63,30 @@ class TrainingLoader(Protocol):
         """A description of the data of a run of `num_steps` steps."""
 
 
-# Number of seconds that a worker continues after SIGTERM.
-_GRACE = 20
-
-
 def without_signals(worker: int) -> None:
     """For workers: ignores signals. A signal to all processes of a run is meant for the training process, which needs
-    one more step from its workers. Python also ends workers by SIGTERM when it exits: they end after some seconds."""
+    one more step from its workers, perhaps after a long evaluation."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "alarm"):  # not on Windows, where there is no such signal either
+    if hasattr(signal, "SIGUSR1"):  # not on Windows, which cannot send SIGTERM either
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """When Python exits, it sends SIGTERM to its daemons and waits for them: those that ignore it are ended first."""
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
+    if daemons and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler reports killed workers as an error
+    for child in daemons:
+        child.terminate()
+    until = time.monotonic() + 1
+    for child in daemons:
+        child.join(max(0, until - time.monotonic()))
+        child.kill()
+
+
+# Runs before that of multiprocessing, which is registered earlier.
+atexit.register(_end_workers)
 
 
 def unchanged(item: Any) -> Any:

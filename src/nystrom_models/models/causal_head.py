@@ -188,6 +188,11 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         Raises ValueError for a prompt that does not continue where the cache ends.
         """
         embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
+        if embeds is not None and not self.config.has_states:
+            raise ValueError(
+                f"{type(self).__name__} with feature_map=None has no states to continue from, which generate() needs "
+                "for inputs_embeds: give input_ids."
+            )
         given = (input_ids if embeds is None else embeds).shape[1]
         start = self._first_new_token(given, generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")

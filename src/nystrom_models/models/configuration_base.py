@@ -153,7 +153,10 @@ class BaseConfig(PreTrainedConfig):
         require_one_of("layer_norm_position", self.layer_norm_position, LAYER_NORM_POSITIONS)
         require_one_of("classifier_pooling", self.classifier_pooling, POOLINGS)
         if self.add_cross_attention:
-            raise ValueError(f"{type(self).__name__} has no cross-attention: use add_cross_attention=False.")
+            raise ValueError(
+                f"{type(self).__name__} has no cross-attention: use add_cross_attention=False. EncoderDecoderModel "
+                "and the like set it for their decoder, which must be another model, such as a BERT or GPT-2."
+            )
         if not self.may_be_causal and (self.is_decoder or getattr(self, "is_causal", False)):
             raise ValueError(
                 f"{type(self).__name__} describes an encoder: its attention sees the whole sequence. Use "

@@ -152,9 +152,15 @@ class BasePreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """As in Transformers. By default the family's kernels where they can run on this machine, else "sdpa".
 
-        Raises ValueError for kernels of another family, and for this family's where they cannot run.
+        Raises ValueError for kernels of another family, for this family's where they cannot run, and for "nystrom",
+        which is for encoders of Transformers.
         """
         requested = self.kernels if requested_attention is None else requested_attention
+        if requested == "nystrom":
+            raise ValueError(
+                f'attn_implementation="nystrom" is for encoders of Transformers; {type(self).__name__} has the '
+                'attention that its configuration describes. Use "sdpa".'
+            )
         # Our kernels, unlike the functions of Transformers, have a method that tells where they can run.
         why_not_here = getattr(ALL_ATTENTION_FUNCTIONS.get(requested), "why_not_here", None)
         if why_not_here is None:

@@ -85,5 +85,6 @@ def require_recurrent(cache: Cache, num_layers: int, name: str) -> None:
     if not fits:
         raise ValueError(
             f"{CACHE} cannot hold the recurrent states of {name}: leave it out with use_cache=True, or "
-            "create it by DynamicCache(config=model.config)."
+            "create it by DynamicCache(config=model.config). PEFT's prefix tuning gives another one: use prompt "
+            "tuning or LoRA."
         )

@@ -164,54 +164,54 @@ def train_causal(
     Raises:
         ValueError: before training, if the documents, the tokenizer and the model do not fit together.
     """
-    accelerator = start_run(args)
-    tokenizer = causal_tokenizer(
-        load_tokenizer(args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code)
-    )
-    config = _config(args, tokenizer)
-    longest = config.max_position_embeddings
-    length = row_length(
-        "--block_size", args.block_size, longest, config, DEFAULT_BLOCK_SIZE, pretrained=args.model_name_or_path
-    )
-    args = replace(args, block_size=length)
-    tokenizer.model_max_length = config.max_position_embeddings or NO_LIMIT
-    with accelerator.main_process_first():
-        rows = _rows(args, documents["validation"], tokenizer, "validation")
-    batch_size, collator = optimization.per_device_eval_batch_size, CausalCollator.of(tokenizer)
-    held_out = eval_dataloader(rows, collator, batch_size, **args.loader_options())
+    with start_run(args) as accelerator:
+        tokenizer = causal_tokenizer(
+            load_tokenizer(args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+        )
+        config = _config(args, tokenizer)
+        longest = config.max_position_embeddings
+        length = row_length(
+            "--block_size", args.block_size, longest, config, DEFAULT_BLOCK_SIZE, pretrained=args.model_name_or_path
+        )
+        args = replace(args, block_size=length)
+        tokenizer.model_max_length = config.max_position_embeddings or NO_LIMIT
+        with accelerator.main_process_first():
+            rows = _rows(args, documents["validation"], tokenizer, "validation")
+        batch_size, collator = optimization.per_device_eval_batch_size, CausalCollator.of(tokenizer)
+        held_out = eval_dataloader(rows, collator, batch_size, **args.loader_options())
 
-    def scores(model: nn.Module) -> dict[str, float]:
-        return held_out_scores(accelerator, model, held_out)
+        def scores(model: nn.Module) -> dict[str, float]:
+            return held_out_scores(accelerator, model, held_out)
 
-    model: PreTrainedModel = (
-        AutoModelForCausalLM.from_config(config)
-        if args.model_name_or_path is None
-        else load_weights_from(AutoModelForCausalLM, args, config)
-    )
-    prepare_model(model, args)
-    accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
-    identity = {"validation": data_digest(rows)}
-    if args.model_name_or_path is not None:
-        identity["model"] = weights_digest(args.model_name_or_path, config)
-    if not args.do_train:
-        results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
-        finish_run(accelerator, None, results, (args, optimization), identity, {})
-        return results
+        model: PreTrainedModel = (
+            AutoModelForCausalLM.from_config(config)
+            if args.model_name_or_path is None
+            else load_weights_from(AutoModelForCausalLM, args, config)
+        )
+        prepare_model(model, args)
+        accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
+        identity = {"validation": data_digest(rows)}
+        if args.model_name_or_path is not None:
+            identity["model"] = weights_digest(args.model_name_or_path, config)
+        if not args.do_train:
+            results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
+            finish_run(accelerator, None, results, (args, optimization), identity, {})
+            return results
 
-    with accelerator.main_process_first():
-        loader, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
-    return train_and_score(
-        accelerator,
-        model,
-        CausalObjective(),
-        loader,
-        args,
-        optimization,
-        scores,
-        "loss",
-        "Training",
-        _save(accelerator, tokenizer),
-        model_settings(config, tokenizer),
-        identity,
-        data_card(args, documents, f"rows of {args.block_size:,} tokens"),
-    )
+        with accelerator.main_process_first():
+            loader, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
+        return train_and_score(
+            accelerator,
+            model,
+            CausalObjective(),
+            loader,
+            args,
+            optimization,
+            scores,
+            "loss",
+            "Training",
+            _save(accelerator, tokenizer),
+            model_settings(config, tokenizer),
+            identity,
+            data_card(args, documents, f"rows of {args.block_size:,} tokens"),
+        )

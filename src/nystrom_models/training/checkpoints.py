@@ -106,11 +106,13 @@ def make_way(args: CheckpointArguments, remove: bool = True) -> None:
     """Makes sure that a new run finds no checkpoints of an earlier run, which it could later mistake for its own.
 
     Args:
-        remove: whether this process removes them, with `--overwrite_output_dir`.
+        remove: whether this process removes them, with `--overwrite_output_dir`, and what a killed run has left.
 
     Raises:
         ValueError: if there are checkpoints and the flags neither resume from them nor remove them.
     """
+    if remove:
+        remove_leftovers(args.output_dir)
     found = list_checkpoints(args.output_dir)
     if args.resume_from_checkpoint is not None and (found or args.resume_from_checkpoint != "latest"):
         return
@@ -142,6 +144,13 @@ def remove_checkpoints(output_dir: str | os.PathLike) -> None:
 def _of_a_run(output_dir: str | os.PathLike) -> list[Path]:
     superseded = Path(output_dir).glob(f"{_SUPERSEDED}checkpoint-*")
     return [*list_checkpoints(output_dir), *superseded, Path(output_dir, BEST)]
+
+
+def remove_leftovers(output_dir: str | os.PathLike) -> None:
+    """Removes the parts of checkpoints and of best models that a killed run has left."""
+    for pattern in (".checkpoint-*.partial", ".checkpoint-*.removed", f".{BEST}.partial", f".{BEST}.removed"):
+        for path in Path(output_dir).glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def supersede_checkpoints(output_dir: str | os.PathLike, step: int) -> list[Path]:

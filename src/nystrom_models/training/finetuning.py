@@ -376,50 +376,50 @@ def finetune(
     _check_splits(args, splits)
     if not args.do_train:
         splits = {split: dataset for split, dataset in splits.items() if split != "train"}
-    accelerator = start_run(args)
-    run = args.run_class()(accelerator, args, task, splits)
-    identity = finetuning_identity(args, optimization, content or content_digests(args, splits))
-    args, batch_size = run.args, optimization.per_device_eval_batch_size
-    if not args.do_train:
-        model = accelerator.prepare(run.model)
-        scored = run.validate(model, batch_size) | run.write_tests(model, batch_size)
-        finish_run(accelerator, None, scored, (args, optimization), identity, {})
-        return scored
+    with start_run(args) as accelerator:
+        run = args.run_class()(accelerator, args, task, splits)
+        identity = finetuning_identity(args, optimization, content or content_digests(args, splits))
+        args, batch_size = run.args, optimization.per_device_eval_batch_size
+        if not args.do_train:
+            model = accelerator.prepare(run.model)
+            scored = run.validate(model, batch_size) | run.write_tests(model, batch_size)
+            finish_run(accelerator, None, scored, (args, optimization), identity, {})
+            return scored
 
-    latest: dict[str, dict[str, float]] = {}  # by validation set
+        latest: dict[str, dict[str, float]] = {}  # by validation set
 
-    def scores(model: nn.Module) -> dict[str, float]:
-        latest.update(run.validate(model, batch_size))
-        return validation_metrics(latest)
+        def scores(model: nn.Module) -> dict[str, float]:
+            latest.update(run.validate(model, batch_size))
+            return validation_metrics(latest)
 
-    def save_model(model: nn.Module, folder: Path) -> None:
-        save_pretrained(accelerator, model, run.tokenizer, folder)
+        def save_model(model: nn.Module, folder: Path) -> None:
+            save_pretrained(accelerator, model, run.tokenizer, folder)
 
-    goal = args.goal(task.best_metric)
-    start_trackers(accelerator, args, optimization)
-    state = train_model(
-        accelerator,
-        run.model,
-        run.objective(),
-        run.loader(optimization),
-        args,
-        optimization,
-        scores,
-        goal,
-        "Fine-tuning",
-        save_model,
-        {
-            "the training data": data_digest(run.rows["train"]),
-            "the validation data": {
-                split: data_digest(rows) for split, rows in run.rows.items() if split.startswith("validation")
+        goal = args.goal(task.best_metric)
+        start_trackers(accelerator, args, optimization)
+        state = train_model(
+            accelerator,
+            run.model,
+            run.objective(),
+            run.loader(optimization),
+            args,
+            optimization,
+            scores,
+            goal,
+            "Fine-tuning",
+            save_model,
+            {
+                "the training data": data_digest(run.rows["train"]),
+                "the validation data": {
+                    split: data_digest(rows) for split, rows in run.rows.items() if split.startswith("validation")
+                },
+                **model_settings(run.config, run.tokenizer),
             },
-            **model_settings(run.config, run.tokenizer),
-        },
-    )
-    if state.interrupted:
-        return {"train": state.figures()}
-    metrics = final_scores(accelerator, state, args, scores, goal, save_model)
-    results = {"train": state.figures(), **latest, **run.write_tests(state.model, batch_size)}
-    reported = {name: value for name, value in metrics.items() if not name.endswith("loss")}
-    finish_run(accelerator, state, results, (args, optimization), identity, reported, **run.card())
-    return results
+        )
+        if state.interrupted:
+            return {"train": state.figures()}
+        metrics = final_scores(accelerator, state, args, scores, goal, save_model)
+        results = {"train": state.figures(), **latest, **run.write_tests(state.model, batch_size)}
+        reported = {name: value for name, value in metrics.items() if not name.endswith("loss")}
+        finish_run(accelerator, state, results, (args, optimization), identity, reported, **run.card())
+        return results

@@ -13,19 +13,22 @@ from typing import Any
 fcntl: Any = importlib.import_module("fcntl") if os.name != "nt" else None
 
 NAME = ".running"
+# The folders that this process has locked: closing a second file of a lock would end the lock.
+_held: set[str] = set()
 # What a lock that another process has is reported as; anything else means that the file system has no locks.
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
 @contextmanager
 def folder_lock(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Locks a folder for this process until the block ends, or the process dies in any way. Nothing is locked on
-    Windows, and on file systems that have no locks.
+    """Locks a folder for this process until the block ends, or the process dies in any way. Within the block, this
+    process may lock it again. Nothing is locked on Windows, and on file systems that have no locks.
 
     Raises:
         ValueError: if another process has locked it.
     """
-    if fcntl is None:
+    folder = os.path.realpath(output_dir)
+    if fcntl is None or folder in _held:
         yield
         return
     path = Path(output_dir, NAME)
@@ -44,7 +47,9 @@ def folder_lock(output_dir: str | os.PathLike) -> Iterator[None]:
         file.truncate()
         file.write(f"{os.getpid()}\n")
         file.flush()
+        _held.add(folder)
         try:
             yield
         finally:
+            _held.remove(folder)
             path.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from .grid import finetune_grid, finetune_once
 from .optimization import OptimizationArguments
 from .results import read_results, validation_metrics, write_results
 from .selection import Goal
+from .signals import no_further_run
 from .text_classification import TextClassificationArguments
 
 # Small tasks, for which the papers of RoBERTa and ALBERT start from their model of MNLI.
@@ -62,6 +63,8 @@ def finetune_glue(
             results = (read_results(folder / run) or {})["results"]
         if not any(split.startswith("validation") for split in results):
             return results  # stopped by a signal
+        if no_further_run():
+            return {"train": results["train"]}
         metrics = validation_metrics(results)
         scores[name] = Goal.of(task.best_metric).value(metrics)
         tasks[name] = {"run": run, "validation": metrics}

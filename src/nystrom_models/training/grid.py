@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
@@ -19,6 +20,7 @@ from .checkpoints import remove_checkpoints
 from .finetuning import FinetuningArguments, Task, content_digests, finetune, finetuning_identity
 from .optimization import OptimizationArguments
 from .results import read_results, results_content, validation_metrics, write_results
+from .signals import no_further_run
 
 _Arguments = TypeVar("_Arguments")
 
@@ -143,6 +145,8 @@ def finetune_grid(
             results = finetune_once(run_args, run_optimization, task, splits, known)
             if not any(split.startswith("validation") for split in results):
                 return results  # stopped by a signal
+            if no_further_run():
+                return {"train": results["train"]}
             metrics.append(validation_metrics(results))
             folders.append(Path(run_args.output_dir).name)
         scores = [{name: v for name, v in run.items() if name.split("/")[-1] != "loss"} for run in metrics]
@@ -164,9 +168,9 @@ def finetune_grid(
     }
     if PartialState().is_main_process:
         write_results(args.output_dir, found, args, optimization)
-        _print(found, values)
         if args.keep_best_only:
             _keep(args.output_dir, found)
+        _print(found, values)
     PartialState().wait_for_everyone()
     return found
 
@@ -176,12 +180,17 @@ _CONTENT = frozenset(("model_name_or_path", "config_name", "config_overrides", "
 
 def _print(found: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Prints a line for each point; the best one is marked."""
+    try:
+        sign = "±"
+        sign.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        sign = "+-"
     for point in found["grid"]:
         where = ", ".join(f"{name}={point[name]}" for name in values) or f"{len(point['seeds'])} seeds"
         shown = [
-            f"{name} {s['mean']:.4g} ± {s['std']:.2g}"
+            f"{name} {s['mean']:.4g} {sign} {s['std']:.2g}"
             if name.split("/")[-1] == "mse"
-            else f"{name} {100 * s['mean']:.1f} ± {100 * s['std']:.1f}"
+            else f"{name} {100 * s['mean']:.1f} {sign} {100 * s['std']:.1f}"
             for name, s in point["validation"].items()
         ]
         print(f"{'*' if point is found['best'] else ' '} {where}: {', '.join(shown)}", flush=True)

@@ -149,18 +149,20 @@ class TrainingLoop:
                         return_free_memory()
                     if self.state.interrupted or self.state.stopped_early or self.state.step == self.total_steps:
                         break
+            if not self.state.interrupted and self.any_process(self.signals.stop):
+                self.signals.end_late()
         return self.state
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether the flag is true on any process; all of them call it equally often."""
+        if self.accelerator.num_processes == 1:
+            return flag
+        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
 
     def steps(self):
         """The steps of this process, from the current position of the run."""
-        accelerator = self.accelerator
-
-        def any_process(flag: bool) -> bool:
-            if accelerator.num_processes == 1:
-                return flag
-            return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum"))
-
-        return self.loader.steps(accelerator.num_processes, accelerator.process_index, self.position, any_process)
+        processes, index = self.accelerator.num_processes, self.accelerator.process_index
+        return self.loader.steps(processes, index, self.position, self.any_process)
 
     def restore(self) -> None:
         """Resumes from the checkpoint that the flags name, if any."""

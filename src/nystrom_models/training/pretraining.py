@@ -260,82 +260,85 @@ def pretrain(
         ValueError: if the documents, the tokenizer and the model do not fit together, or have no sentence order;
             before anything is trained.
     """
-    accelerator = start_run(args)
-    tokenizer = load_tokenizer(
-        args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
-    )
-    config = _config(args, tokenizer)
-    length = row_length("--max_length", args.max_length, config.max_position_embeddings, config)
-    args = replace(args, max_length=length)
-    _check_padding(args, config)
-    tokenizer.model_max_length = config.max_position_embeddings or args.max_length
-    held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
+    with start_run(args) as accelerator:
+        tokenizer = load_tokenizer(
+            args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
+        )
+        config = _config(args, tokenizer)
+        length = row_length("--max_length", args.max_length, config.max_position_embeddings, config)
+        args = replace(args, max_length=length)
+        _check_padding(args, config)
+        tokenizer.model_max_length = config.max_position_embeddings or args.max_length
+        held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
-    def scores(model: nn.Module) -> dict[str, float]:
-        return held_out_scores(accelerator, model, held_out)
+        def scores(model: nn.Module) -> dict[str, float]:
+            return held_out_scores(accelerator, model, held_out)
 
-    model = _model(args, config)
-    prepare_model(model, args)
-    accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
-    identity = {"validation": data_digest(held_out.dataset)}
-    if args.model_name_or_path is not None:
-        # `config` may come from another place: the commit on the Hub is in the configuration saved with the weights.
-        source_config = AutoConfig.from_pretrained(args.model_name_or_path)
-        identity["model"] = weights_digest(args.model_name_or_path, source_config)
-    if not args.do_train:
-        results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
-        finish_run(accelerator, None, results, (args, optimization), identity, {})
-        return results
+        model = _model(args, config)
+        prepare_model(model, args)
+        accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
+        identity = {"validation": data_digest(held_out.dataset)}
+        if args.model_name_or_path is not None:
+            # `config` may come from another place: the commit on the Hub is in the configuration saved with the
+            # weights.
+            source_config = AutoConfig.from_pretrained(args.model_name_or_path)
+            identity["model"] = weights_digest(args.model_name_or_path, source_config)
+        if not args.do_train:
+            results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
+            finish_run(accelerator, None, results, (args, optimization), identity, {})
+            return results
 
-    objective: Objective = PretrainingObjective()
-    settings = model_settings(config, tokenizer)
-    if args.lora_r is not None:
-        if optimization.optim == "muon":
-            raise ValueError("Muon does not support the matrices of --lora_r: use --optim adamw.")
-        if accelerator.distributed_type in SHARDED:
-            raise ValueError(
-                f"--lora_r needs whole matrices, but {accelerator.distributed_type.value} divides them: use a launch "
-                "file of configs/accelerate/ without sharding."
-            )
-        add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
-        accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
-        # Checkpoints hold only the trained parameters. The others are read again on resuming.
-        settings["the initial weights"] = identity["model"]
-    teacher = _teacher(args, tokenizer)
-    if teacher is not None:
-        objective = with_teacher(objective, teacher, model, accelerator, args)
-        settings["the teacher's weights"] = identity["teacher"] = teacher.digest
-        accelerator.print(f"Teacher: {type(teacher.model).__name__} of {teacher.model.num_parameters():,} parameters")
-        if teacher.longest is not None and teacher.longest < (args.max_length or 0):
+        objective: Objective = PretrainingObjective()
+        settings = model_settings(config, tokenizer)
+        if args.lora_r is not None:
+            if optimization.optim == "muon":
+                raise ValueError("Muon does not support the matrices of --lora_r: use --optim adamw.")
+            if accelerator.distributed_type in SHARDED:
+                raise ValueError(
+                    f"--lora_r needs whole matrices, but {accelerator.distributed_type.value} divides them: use a "
+                    "launch file of configs/accelerate/ without sharding."
+                )
+            add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
+            accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
+            # Checkpoints hold only the trained parameters. The others are read again on resuming.
+            settings["the initial weights"] = identity["model"]
+        teacher = _teacher(args, tokenizer)
+        if teacher is not None:
+            objective = with_teacher(objective, teacher, model, accelerator, args)
+            settings["the teacher's weights"] = identity["teacher"] = teacher.digest
             accelerator.print(
-                f"The teacher takes {teacher.longest} tokens: it reads rows of up to {args.max_length} in windows"
+                f"Teacher: {type(teacher.model).__name__} of {teacher.model.num_parameters():,} parameters"
             )
-    save_model = _save(accelerator, tokenizer, config.sparse_prediction)
-    # Only the logits of masked tokens are computed. How many there are depends on the data, so a compiled model, whose
-    # shapes are fixed by its inputs, computes all.
-    model.config.sparse_prediction = not args.torch_compile
-    with accelerator.main_process_first():
-        loader, share, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
-    accelerator.print(_check_order(args, share))
-    how = f"masked tokens{' and sentence order' if args.sentence_order else ''}"
-    card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
-    card["data"] += _taught_by(args)
-    card["example"] = _masked_example(tokenizer)
-    return train_and_score(
-        accelerator,
-        model,
-        objective,
-        loader,
-        args,
-        optimization,
-        scores,
-        "mlm_loss",
-        "Pretraining",
-        save_model,
-        settings,
-        identity,
-        card,
-    )
+            if teacher.longest is not None and teacher.longest < (args.max_length or 0):
+                accelerator.print(
+                    f"The teacher takes {teacher.longest} tokens: it reads rows of up to {args.max_length} in windows"
+                )
+        save_model = _save(accelerator, tokenizer, config.sparse_prediction)
+        # Only the logits of masked tokens are computed. How many there are depends on the data, so a compiled model,
+        # whose shapes are fixed by its inputs, computes all.
+        model.config.sparse_prediction = not args.torch_compile
+        with accelerator.main_process_first():
+            loader, share, identity["train"] = _loader(args, optimization, documents["train"], tokenizer)
+        accelerator.print(_check_order(args, share))
+        how = f"masked tokens{' and sentence order' if args.sentence_order else ''}"
+        card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
+        card["data"] += _taught_by(args)
+        card["example"] = _masked_example(tokenizer)
+        return train_and_score(
+            accelerator,
+            model,
+            objective,
+            loader,
+            args,
+            optimization,
+            scores,
+            "mlm_loss",
+            "Pretraining",
+            save_model,
+            settings,
+            identity,
+            card,
+        )
 
 
 def _held_out_loader(

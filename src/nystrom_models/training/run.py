@@ -47,9 +47,10 @@ _RUN_NAMES = {
 }
 
 
-def start_run(args: RunArguments) -> Accelerator:
-    """Creates `--output_dir` and the accelerator, starts the trackers, sets the seed, and silences all processes but
-    the main one.
+@contextmanager
+def start_run(args: RunArguments) -> Iterator[Accelerator]:
+    """Creates `--output_dir` and the accelerator, sets the seed, and silences all processes but the main one. Until
+    the block ends, no other run can write to the folder.
 
     Raises:
         ValueError: if `--output_dir` has checkpoints of an earlier run, or another run is writing to it; with
@@ -70,23 +71,23 @@ def start_run(args: RunArguments) -> Accelerator:
         options |= {"log_with": args.report_to, "project_config": logs}
     accelerator = create_accelerator(args.mixed_precision, **options)
     create_folder(args.output_dir)
-    if args.do_train:
-        # What is wrong with the folder is said at once. An earlier run in it is removed when training begins: until
-        # then, a misspelled name or a refused token leaves it as it is.
-        with folder_lock(args.output_dir) if accelerator.is_main_process else nullcontext():
+    with folder_lock(args.output_dir) if accelerator.is_main_process else nullcontext():
+        if args.do_train:
+            # What is wrong with the folder is said at once. An earlier run in it is removed when training begins:
+            # until then, a misspelled name or a refused token leaves it as it is.
             make_way(args, remove=False)
-    else:
-        _refuse_to_replace(args)
-    if args.push_to_hub and accelerator.is_main_process:
-        # Before training: otherwise a wrong token would be found only at the end.
-        # The full name, for the model card.
-        args.hub_model_id = create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
-    if not accelerator.is_main_process:
-        datasets.disable_progress_bars()
-        transformers.logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()
-    set_seed(args.seed)
-    return accelerator
+        else:
+            _refuse_to_replace(args)
+        if args.push_to_hub and accelerator.is_main_process:
+            # Before training: otherwise a wrong token would be found only at the end.
+            # The full name, for the model card.
+            args.hub_model_id = create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
+        if not accelerator.is_main_process:
+            datasets.disable_progress_bars()
+            transformers.logging.disable_progress_bar()
+            transformers.logging.set_verbosity_error()
+        set_seed(args.seed)
+        yield accelerator
 
 
 def create_folder(path: str) -> None:
@@ -217,11 +218,12 @@ def _clear_failure_of_the_end(args: RunArguments) -> Iterator[None]:
     except FloatingPointError:  # of weights, which room does not mend
         raise
     except Exception as error:
-        kept = [Path(args.output_dir, BEST), *list_checkpoints(args.output_dir)[-1:]]
-        left = " and ".join(str(path) for path in kept if path.is_dir())
-        what = f"{left} is complete, and --resume_from_checkpoint latest continues."
-        if not left:
-            what = "nothing of the training is left, because --checkpointing_steps was not given."
+        checkpoints, best = list_checkpoints(args.output_dir), Path(args.output_dir, BEST)
+        what = "nothing of the training is left, because --checkpointing_steps was not given."
+        if checkpoints:
+            what = f"{checkpoints[-1]} is complete, and --resume_from_checkpoint latest continues."
+        elif best.is_dir():
+            what = f"{best} is complete: move it to another folder, because a new run here removes it."
         raise OSError(
             f"Saving the model to --output_dir {args.output_dir} failed: {error}. Make room; {what}"
         ) from error

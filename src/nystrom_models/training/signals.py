@@ -4,6 +4,7 @@
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,7 +21,9 @@ class Signals:
     Only the main thread can handle signals. In other threads, and with `enabled=False`, nothing changes.
     """
 
-    _ended_by: int | None = None  # for all instances: the signal that ended a run of this process
+    # For all instances: the signal that ended a run of this process; one that came too late to end its last run.
+    _ended_by: int | None = None
+    _late: int | None = None
 
     def __init__(self, enabled: bool = True):
         self.enabled = enabled and threading.current_thread() is threading.main_thread()
@@ -29,6 +32,7 @@ class Signals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
+        Signals._late = None
         if self.enabled:
             for number in (signal.SIGTERM, signal.SIGINT, _SAVE):
                 if number is not None:
@@ -43,8 +47,12 @@ class Signals:
         self._previous = {}
 
     def end_run(self) -> None:
-        """Notes for [`end_as_signalled`] that the run ends before its last step."""
+        """Notes for [`run_script`] that the run ends before its last step."""
         Signals._ended_by = self._number
+
+    def end_late(self) -> None:
+        """Notes for [`no_further_run`] that a signal came when the run was about to finish."""
+        Signals._late = self._number
 
     def take_save(self) -> bool:
         """Whether SIGUSR1 has arrived since the last call."""
@@ -62,8 +70,27 @@ class Signals:
             self.stop, self._number = True, signal.Signals(number)
 
 
-def end_as_signalled() -> None:
-    """If a signal ended a run, ends the process with 128 plus its number (143 for SIGTERM, 130 for Ctrl-C), the status
-    that shells give to programs that signals end: further commands do not go on with an unfinished model."""
+def no_further_run() -> bool:
+    """Whether a signal came when the last run was about to finish. Then no other run of a grid should begin, and the
+    process ends as if the signal had ended the run."""
+    late, Signals._late = Signals._late, None
+    if late is not None:
+        Signals._ended_by = late
+    return late is not None
+
+
+def run_script(main: Callable[[], Any]) -> None:
+    """Runs the main function of a script. SIGUSR1 is ignored outside of training.
+
+    If a signal ended a run, the process ends with the status that shells give to programs that signals end, 143 for
+    SIGTERM and 130 for Ctrl-C: further commands do not go on with an unfinished model.
+    """
+    if _SAVE is not None and signal.getsignal(_SAVE) is signal.SIG_DFL:
+        signal.signal(_SAVE, signal.SIG_IGN)
+    main()
+    if Signals._ended_by == signal.SIGINT:
+        # A shell leaves a loop only if Ctrl-C itself has ended the program, and Python does so after this exception.
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt
     if Signals._ended_by is not None:
         sys.exit(128 + Signals._ended_by)

@@ -47,7 +47,7 @@ def load_data(
         ValueError: if both are given, or the data set has no such splits.
         PermissionError: if the cache is not writable.
     """
-    _check_cache(args.cache_dir)
+    check_cache(args.cache_dir)
     files = {"train": args.train_file, "validation": args.validation_file, "test": test_file}
     if args.dataset_name is None:
         _refuse_split(args)
@@ -102,7 +102,7 @@ def sample(dataset: Dataset, size: int | None, seed: int) -> Dataset:
     return dataset if size is None or size >= len(dataset) else dataset.shuffle(seed).select(range(size))
 
 
-def _check_cache(cache_dir: str | None) -> None:
+def check_cache(cache_dir: str | None) -> None:
     """Raises a PermissionError if `datasets` could not write to its cache, such as that of another user."""
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -122,7 +122,7 @@ def load_documents(args: LanguageModelingArguments) -> dict[str, Dataset | Itera
         ValueError: if the flags give no data or both a data set and files, if there are too few documents, or if the
             split of `--validation_split` does not exist.
     """
-    _check_cache(args.cache_dir)
+    check_cache(args.cache_dir)
     train, validation = _load_documents(args)
     if args.streaming:
         return _stream(args, train, validation)

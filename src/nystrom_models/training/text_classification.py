@@ -239,6 +239,8 @@ class TextClassificationRun(FinetuningRun):
 
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""
+        if self.accelerator.is_main_process:
+            load_metric(self.task.metric)  # now, because its cache may not be writable
         self.order: list[int] | None = None  # of the model's classes, if it differs from the task's
         self.ids, self.label_names = self._head(splits["train"]) if self.args.do_train else self._own_head()
         self.labelled = {

@@ -23,10 +23,17 @@ _MORE_IS_BETTER = frozenset(
 @lru_cache
 def load_metric(config_name: str) -> "evaluate.EvaluationModule":
     """The metrics of a GLUE task by its name, or of other data by `"classification"`, `"multi_label"` or
-    `"regression"`."""
+    `"regression"`.
+
+    Raises:
+        PermissionError: if `evaluate`, which copies the module to its cache, cannot write there.
+    """
     import evaluate  # only fine-tuning needs it
 
-    return evaluate.load(TEXT_CLASSIFICATION, config_name, keep_in_memory=True)
+    try:
+        return evaluate.load(TEXT_CLASSIFICATION, config_name, keep_in_memory=True)
+    except PermissionError as error:
+        raise PermissionError(f"{error}: set HF_HOME to a folder that `evaluate` can write to.") from error
 
 
 def greater_is_better(metric: str) -> bool:
