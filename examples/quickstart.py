@@ -20,9 +20,10 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PretrainedConfig, logging, pipeline
@@ -41,6 +42,7 @@ from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.causal import CausalArguments, train_causal
 from nystrom_models.training.finetuning import finetune
 from nystrom_models.training.pretraining import EVAL_MLM_PROBABILITY, PretrainingArguments, pretrain
+from nystrom_models.training.signals import no_further_run
 from nystrom_models.training.text_classification import TextClassificationArguments
 
 # Sentences like those of docstrings. Expected words: list; true; number; be; to; of.
@@ -143,6 +145,12 @@ def pretraining_arguments(family: str, args: QuickstartArguments) -> Pretraining
     )
 
 
+def require_finished(results: Mapping[str, Any]) -> None:
+    """Ends the quickstart if Ctrl-C or SIGTERM has stopped a run, or came when it was about to finish."""
+    if "validation" not in results or no_further_run():
+        raise SystemExit(STOPPED)
+
+
 def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArguments) -> dict[str, float]:
     """Pretrains a model, and returns its held-out scores and its speed."""
     print(f"\nPretraining: {family}", flush=True)
@@ -156,8 +164,7 @@ def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         adam_beta2=0.98,
     )
     results = pretrain(pretraining_arguments(family, args), optimization, documents)
-    if "validation" not in results:
-        raise SystemExit(STOPPED)
+    require_finished(results)
     return results["validation"] | {"tokens_per_second": results["train"]["tokens_per_second"]}
 
 
@@ -203,8 +210,7 @@ def finetune_family(family: str, documents: DatasetDict, args: QuickstartArgumen
         max_train_steps=args.finetune_steps,
     )
     results = finetune(arguments, optimization, arguments.text_task(), documents)
-    if "validation" not in results:
-        raise SystemExit(STOPPED)
+    require_finished(results)
     return {
         "package_accuracy": results["validation"]["accuracy"],
         "package_baseline": constant_accuracy(documents["validation"]["package"]),
@@ -239,8 +245,7 @@ def continue_docstrings(documents: DatasetDict, args: QuickstartArguments) -> di
         adam_beta2=0.98,
     )
     results = train_causal(arguments, optimization, documents)
-    if "validation" not in results:
-        raise SystemExit(STOPPED)
+    require_finished(results)
     write = pipeline("text-generation", model=arguments.output_dir, device="cpu")
     print(f'\nDocstrings continued by pipeline("text-generation", {arguments.output_dir!r})')
     for beginning in BEGINNINGS:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import signal
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -23,6 +24,7 @@ from nystrom_models.training import OptimizationArguments
 from nystrom_models.training.causal import CausalArguments, train_causal
 from nystrom_models.training.curve import read_history
 from nystrom_models.training.pretraining import pretrain
+from nystrom_models.training.signals import Signals
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import quickstart
@@ -157,10 +159,14 @@ def test_seen_sentences_are_not_asked():
     assert quickstart.unseen(sentences, documents) == sentences[1:]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["stopped", "in the last step"])
 @pytest.mark.parametrize("part", ["pretrain", "finetune"])
-def test_a_signal_ends_it_without_a_traceback(part, monkeypatch, tmp_path):
+def test_a_signal_ends_it_without_a_traceback(part, late, monkeypatch, tmp_path):
     [arguments] = HfArgumentParser(quickstart.QuickstartArguments).parse_args_into_dataclasses(TINY)
-    monkeypatch.setattr(quickstart, part, lambda *arguments: {"train": {"steps": 3}})  # what a stopped run returns
+    results = {"train": {"steps": 3}} | ({"validation": {"accuracy": 0.5}} if late else {})
+    monkeypatch.setattr(quickstart, part, lambda *arguments: results)
+    monkeypatch.setattr(Signals, "_ended_by", None)
+    monkeypatch.setattr(Signals, "_late", signal.SIGINT if late else None)
     function = getattr(quickstart, f"{part}_family")
     with pytest.raises(SystemExit, match="was stopped"):
         function("linformer", {}, replace(arguments, output_dir=str(tmp_path)))

@@ -24,6 +24,7 @@ from .launch import create_accelerator
 from .optimization import OptimizationArguments
 from .pretraining import PretrainingArguments, pretrain
 from .results import read_json, write_json
+from .signals import no_further_run
 from .splits import load_splits, sample
 from .text_classification import TextClassificationArguments
 
@@ -309,8 +310,8 @@ def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> di
         _write_configuration(args)
     if args.pretrain_on_task:
         results = _pretrain(args, optimization, splits)
-        if "validation" not in results:
-            return results  # stopped by a signal
+        if "validation" not in results or no_further_run():
+            return {"train": results["train"]}  # stopped by a signal
         start = str(Path(args.output_dir, PRETRAINING))
         args = replace(args, model_name_or_path=start, config_name=None, config_overrides=None)
     run = finetune if args.grid is None else finetune_grid
