@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,7 +198,10 @@ class TrainingLoop:
         if kept is not None and self.state.best.step is not None:
             if checkpoint.resolve().parent != Path(self.checkpoints.output_dir).resolve():
                 kept.adopt(checkpoint.parent, self.state.best.step)
-            if kept.step() != self.state.best.step:
+            if (kept.step() or 0) > self.state.step:
+                # Saved after the checkpoint, before the run was killed. Its evaluation comes again.
+                self.state.best = replace(self.state.best, step=None)
+            elif kept.step() != self.state.best.step:
                 self.accelerator.print(
                     f"The best model so far, that of step {self.state.best.step}, is not in {checkpoint.parent}: the "
                     "best model will be one of the later ones"

@@ -247,8 +247,9 @@ def final_scores(
     if goal.is_better(goal.value(metrics), best.value):
         best.value, best.step = goal.value(metrics), state.step
     elif args.load_best_model_at_end:
-        accelerator.print(f"The model of step {best.step} is the best one, by {goal.metric}")
-        BestModel(accelerator, args.output_dir, save_model).load(state.model)
+        kept = BestModel(accelerator, args.output_dir, save_model)
+        accelerator.print(f"The model of step {kept.step()} is the best one, by {goal.metric}")
+        kept.load(state.model)
         with _clear_failure_of_the_end(args):
             save_model(state.model, Path(args.output_dir))
         metrics = dict(scores(state.model))
