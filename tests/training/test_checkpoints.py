@@ -392,7 +392,7 @@ def test_patience_is_the_same_after_a_kill_between_best_model_and_checkpoint(tok
 
     assert run(steps=10, first=2).step == 8  # each loss is better by less than the threshold
     shutil.rmtree(tmp_path)
-    run(steps=4)
+    run(steps=5)
     shutil.rmtree(tmp_path / "checkpoint-4")
     state = run(steps=10, first=4, resume_from_checkpoint="latest")
     assert (state.step, state.best.step, state.best.value) == (8, 8, 2.7)
