@@ -34,6 +34,7 @@ def steps(loader, number, num_processes=1, process_index=0, position=None):
     return list(islice(loader.steps(num_processes, process_index, position), number))
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_workers_go_on_after_signals_and_end_with_the_process():
     workers = torch.utils.data.DataLoader(range(8), num_workers=1, worker_init_fn=without_signals)
     numbers = iter(workers)

@@ -134,6 +134,12 @@ def test_paths_have_a_folder_each(monkeypatch, tmp_path):
     assert [identity["model"] for identity in identities] == ["model", "a/model", "a%2Fmodel"]
 
 
+def test_values_that_are_too_long_for_a_folder_are_refused_before_the_first_run(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"--grid: the folder of a run.* 32. bytes.* 255: give shorter values"):
+        run(tmp_path, monkeypatch, [], [f"model_name_or_path=model,{'a' * 300}"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_grid_without_seeds_has_that_of_the_flags(monkeypatch, tmp_path):
     scores = [{"pearson": value, "loss": 1.0} for value in (0.5, 0.25)]
     found, given = run(tmp_path, monkeypatch, scores, ["learning_rate=1e-3,1e-4"], seed=5)

@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 from argparse import ArgumentError
@@ -23,6 +24,9 @@ from .results import read_results, results_content, validation_metrics, write_re
 from .signals import no_further_run
 
 _Arguments = TypeVar("_Arguments")
+
+# Bytes of a file's name, on the usual file systems.
+LONGEST_NAME = 255
 
 
 def parse_grid(grid: Sequence[str], *arguments: Any) -> dict[str, list[Any]]:
@@ -82,7 +86,13 @@ def _deviation(values: Sequence[float]) -> float:
 
 def _folder(values: Mapping[str, Any]) -> str:
     """The name of a run's folder. Values with / are escaped, so that it is one folder, and of this run only."""
-    return ",".join(f"{name}={value}" for name, value in values.items()).replace("%", "%25").replace("/", "%2F")
+    name = ",".join(f"{name}={value}" for name, value in values.items()).replace("%", "%25").replace("/", "%2F")
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        raise ValueError(
+            f"--grid: the folder of a run would be called {name[:60]}…, in {len(os.fsencode(name))} bytes. A name can "
+            f"have {LONGEST_NAME}: give shorter values, such as relative paths."
+        )
+    return name
 
 
 def _run_arguments(
