@@ -147,7 +147,7 @@ def pretraining_arguments(family: str, args: QuickstartArguments) -> Pretraining
 
 def require_finished(results: Mapping[str, Any]) -> None:
     """Ends the quickstart if Ctrl-C or SIGTERM has stopped a run, or came when it was about to finish."""
-    if "validation" not in results or no_further_run():
+    if no_further_run(results):
         raise SystemExit(STOPPED)
 
 

@@ -326,6 +326,7 @@ def test_a_folder_is_locked_until_its_run_has_written_everything(tokenizer, exam
 def test_parts_that_a_killed_run_left_are_removed_by_the_next(tokenizer, examples, tmp_path):
     short_run(tokenizer, examples, tmp_path, steps=2)
     left = [".checkpoint-4.partial", ".checkpoint-1.removed", ".best_model.partial", ".best_model.removed"]
+    left += [".superseded-checkpoint-3.removed"]
     for options in ({"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
         for name in left:
             (tmp_path / name).mkdir()
@@ -436,9 +437,10 @@ def test_a_signal_in_the_last_step_is_remembered_until_the_next_run(tokenizer, e
     model = tiny_model("linformer", tokenizer)
     model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert not short_run(tokenizer, examples, tmp_path / "one", steps=1, model=model).interrupted
-    assert no_further_run() and Signals._ended_by == signal.SIGTERM
+    finished: dict = {"train": {}, "validation": {}}
+    assert no_further_run(finished) and Signals._ended_by == signal.SIGTERM
     short_run(tokenizer, examples, tmp_path / "two", steps=1)
-    assert not no_further_run()
+    assert not no_further_run(finished)
 
 
 def test_oldest_checkpoints_are_removed(tokenizer, examples, tmp_path):

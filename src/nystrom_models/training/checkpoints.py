@@ -148,9 +148,10 @@ def _of_a_run(output_dir: str | os.PathLike) -> list[Path]:
 
 def remove_leftovers(output_dir: str | os.PathLike) -> None:
     """Removes the parts of checkpoints and of best models that a killed run has left."""
-    for pattern in (".checkpoint-*.partial", ".checkpoint-*.removed", f".{BEST}.partial", f".{BEST}.removed"):
-        for path in Path(output_dir).glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+    for name in ("*checkpoint-*", BEST):  # superseded checkpoints, too
+        for end in ("partial", "removed"):
+            for path in Path(output_dir).glob(f".{name}.{end}"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def supersede_checkpoints(output_dir: str | os.PathLike, step: int) -> list[Path]:

@@ -61,10 +61,8 @@ def finetune_glue(
         run = results.get("best_run", "")
         if run:
             results = (read_results(folder / run) or {})["results"]
-        if not any(split.startswith("validation") for split in results):
-            return results  # stopped by a signal
-        if no_further_run():
-            return {"train": results["train"]}
+        if no_further_run(results):
+            return {name: figures for name, figures in results.items() if not name.startswith("validation")}
         metrics = validation_metrics(results)
         scores[name] = Goal.of(task.best_metric).value(metrics)
         tasks[name] = {"run": run, "validation": metrics}

@@ -153,9 +153,7 @@ def finetune_grid(
         metrics, folders = [], []
         for run_args, run_optimization in arguments:
             results = finetune_once(run_args, run_optimization, task, splits, known)
-            if not any(split.startswith("validation") for split in results):
-                return results  # stopped by a signal
-            if no_further_run():
+            if no_further_run(results):
                 return {"train": results["train"]}
             metrics.append(validation_metrics(results))
             folders.append(Path(run_args.output_dir).name)
@@ -168,8 +166,8 @@ def finetune_grid(
         # An earlier call with --keep_best_only kept another run's weights. The same flags give the same ones again.
         all_runs = {Path(each[0].output_dir).name: each for _, seeds_of_point in runs for each in seeds_of_point}
         results = finetune(*all_runs[best_run], task, splits, known)
-        if not any(split.startswith("validation") for split in results):
-            return results  # stopped by a signal
+        if no_further_run(results):
+            return {"train": results["train"]}
     found = {
         "grid": [point["outcome"] for point in points],
         "best": best["outcome"],

@@ -310,8 +310,8 @@ def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> di
         _write_configuration(args)
     if args.pretrain_on_task:
         results = _pretrain(args, optimization, splits)
-        if "validation" not in results or no_further_run():
-            return {"train": results["train"]}  # stopped by a signal
+        if no_further_run(results):
+            return {"train": results["train"]}
         start = str(Path(args.output_dir, PRETRAINING))
         args = replace(args, model_name_or_path=start, config_name=None, config_overrides=None)
     run = finetune if args.grid is None else finetune_grid

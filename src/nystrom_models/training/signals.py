@@ -4,7 +4,7 @@
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -70,13 +70,13 @@ class Signals:
             self.stop, self._number = True, signal.Signals(number)
 
 
-def no_further_run() -> bool:
-    """Whether a signal came when the last run was about to finish. Then no other run of a grid should begin, and the
-    process ends as if the signal had ended the run."""
+def no_further_run(results: Mapping[str, Any]) -> bool:
+    """Whether a signal ended the run with these results, which then has no held-out figures, or came when the run was
+    about to finish. No other run should begin, and the process ends as if the signal had ended the run."""
     late, Signals._late = Signals._late, None
     if late is not None:
         Signals._ended_by = late
-    return late is not None
+    return late is not None or not any(split.startswith("validation") for split in results)
 
 
 def run_script(main: Callable[[], Any]) -> None:
