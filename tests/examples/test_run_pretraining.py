@@ -504,6 +504,7 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--recipe nowhere.args", FileNotFoundError, "configs/recipes/"),
         ("--train_file nowhere.txt", FileNotFoundError, "--train_file nowhere.txt is not a file"),
         ("--report_to tensorbord --with_tracking", ValueError, "tensorbord"),
+        ("--report_to wandb", ValueError, "--report_to wandb needs --with_tracking"),
         ("--report_to tensorboard aim --with_tracking", ImportError, "--report_to aim is not installed"),
     ],
 )

@@ -119,8 +119,11 @@ class RunArguments(CheckpointArguments):
     )
     with_tracking: bool = field(default=False, metadata={"help": "Log to the trackers of --report_to."})
     report_to: list[str] = field(
-        default_factory=lambda: ["tensorboard"],
-        metadata={"help": "Trackers of Accelerate: tensorboard, wandb, mlflow, ...; or all, for the installed ones."},
+        default_factory=list,
+        metadata={
+            "help": "With --with_tracking: trackers of Accelerate (wandb, mlflow, ...; or all, for the installed "
+            "ones); by default tensorboard."
+        },
     )
     project_name: str = field(default="nystrom_models", metadata={"help": "Name of the project in trackers."})
     run_name: str | None = field(
@@ -168,6 +171,10 @@ class RunArguments(CheckpointArguments):
             Goal.of(self.metric_for_best_model, self.greater_is_better)
         if self.push_to_hub and self.hub_model_id is None:
             self.hub_model_id = Path(self.output_dir).resolve().name
+        if self.with_tracking:
+            self.report_to = self.report_to or ["tensorboard"]
+        elif self.report_to not in ([], ["none"]):  # none, as for the Trainer
+            raise ValueError(f"--report_to {' '.join(self.report_to)} needs --with_tracking: give it, too.")
         if not self.push_to_hub and self.hub_model_id is not None:
             raise ValueError("--hub_model_id names the repository to upload to: also give --push_to_hub.")
 
