@@ -113,8 +113,9 @@ def test_figures_are_those_of_the_saved_models_on_the_held_out_documents(family,
 
 @pytest.mark.parametrize("family", ["nystromformer", "linformer"])
 def test_models_learn(family, run):
-    """Losses fall. After so few steps, scores on held-out documents are no better than a constant prediction."""
-    for part, name, fall in (("pretrained", "mlm_loss", 0.7), ("classifier", "loss", 0.5)):
+    """Losses fall, by 1.0 and 0.6 where this was written; other versions of the packages have other docstrings.
+    After so few steps, scores on held-out documents are no better than a constant prediction."""
+    for part, name, fall in (("pretrained", "mlm_loss", 0.6), ("classifier", "loss", 0.3)):
         history = read_history(run[0] / family / part)
         losses = [row[name] for row in history if name in row]
         assert len(losses) >= 3 and losses[-1] < losses[0] - fall, part
