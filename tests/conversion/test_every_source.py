@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of source with every head: the same parameters, the same labels, the same results."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -183,3 +185,17 @@ def test_alberts_layers_come_in_their_order(tmp_path):
     # Measured for twelve layers with large weights: 4.6e-6.
     assert relative_error(actual.last_hidden_state[mask.bool()], expected.last_hidden_state[mask.bool()]) < 1.8e-5
     assert relative_error(actual.pooler_output, expected.pooler_output) < 1.8e-5
+
+
+def test_fields_that_the_source_does_not_read_are_not_read(tmp_path):
+    """Of this package's own or of a user's, in config.json."""
+    source = save_source(tmp_path, "Bert", "Model")
+    path = tmp_path / "config.json"
+    stray = {"embedding_size": source.config.hidden_size, "layer_norm_position": "pre", "classifier_pooling": "mean"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | stray))
+    model, report = convert(tmp_path, converted_config(tmp_path, **EXACT), return_report=True)
+    assert not report.new and model.config.embedding_size is None and model.config.classifier_pooling == "first"
+    ids, mask = ragged_batch()
+    with torch.no_grad():
+        found, expected = (one.eval()(ids, attention_mask=mask).last_hidden_state for one in (model, source))
+    assert relative_error(found[mask.bool()], expected[mask.bool()]) < TOLERANCE

@@ -96,6 +96,13 @@ BAD_FIELDS = {
         {"vocab_size": 60, "pad_token_id": 60},
         "pad_token_id=60.*vocab_size=60",
     ),
+    "padding counted from the end": (NystromformerConfig, {"pad_token_id": -1}, "pad_token_id=-1 .*use one from 0 to"),
+    "a norm of less than nothing": (LinformerConfig, {"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0 must not be"),
+    "no layers that keep states": (
+        LinearTransformerConfig,
+        {"is_decoder": True, "classifier_pooling": "last", "num_hidden_layers": 0},
+        "num_hidden_layers=0 does not fit is_decoder=True",
+    ),
     "unknown sharing": (LinformerConfig, {"share_projection": "all"}, "'all' is unknown: use one of none, headwise"),
     "unknown projection": (LinformerConfig, {"projection_type": "dct"}, "'dct' is unknown: use one of linear"),
     "decoder": (NystromformerConfig, {"is_decoder": True}, "is_decoder=False"),
@@ -173,6 +180,10 @@ BAD_CALLS = {
     "mask by pair": ({"input_ids": IDS, "attention_mask": torch.ones(1, 10, 10)}, "for pairs of tokens"),
     "causal mask": ({"input_ids": IDS, "attention_mask": torch.ones(1, 1, 10, 10)}, "for pairs of tokens"),
     "added mask": ({"input_ids": IDS, "attention_mask": torch.zeros(1, 10) - 1e4}, "attention_mask must hold 1"),
+    "added mask of integers": ({"input_ids": IDS, "attention_mask": IDS // 7 * -10000}, "attention_mask must hold 1"),
+    "mask of documents": ({"input_ids": IDS, "attention_mask": 1 + IDS // 7}, r"numbers of documents \(seq_idx\)"),
+    "embeddings of one number": ({"inputs_embeds": torch.zeros(1, 10, 1)}, r"\(1, 10, 1\).*hidden_size=32"),
+    "embeddings of another width": ({"inputs_embeds": torch.zeros(1, 10, 31)}, "as wide as .*hidden_size=32"),
     "both inputs": ({"input_ids": IDS, "inputs_embeds": torch.zeros(1, 10, 32)}, "input_ids or inputs_embeds"),
     "no input": ({}, "input_ids or inputs_embeds"),
     "one row without batch": ({"input_ids": IDS[0]}, r"\(batch, length\)"),
@@ -235,9 +246,21 @@ def test_misspelt_argument_is_refused():
         ("ForSequenceClassification", {"labels": torch.tensor([2])}, "raise num_labels"),
         ("ForTokenClassification", {"labels": torch.full((1, 10), -1)}, "labels must lie between 0"),
         ("ForTokenClassification", {"labels": torch.zeros(10, 1, dtype=torch.long)}, r"labels have shape \(10, 1\)"),
-        ("ForSequenceClassification", {"labels": torch.tensor([[1.0, -100.0]])}, "must be 1 for those that it has"),
-        ("ForSequenceClassification", {"labels": torch.tensor([[1.0, 2.0]])}, "must be 1 for those that it has"),
-        ("ForPreTraining", {"sentence_order_label": torch.tensor([2])}, "sentence_order_label must lie"),
+        (
+            "ForSequenceClassification",
+            {"labels": torch.tensor([[1.0, -100.0]])},
+            "must lie between 0 and 1: 1 for those that it has",
+        ),
+        (
+            "ForSequenceClassification",
+            {"labels": torch.tensor([[1.0, 2.0]])},
+            "must lie between 0 and 1: 1 for those that it has",
+        ),
+        (
+            "ForPreTraining",
+            {"sentence_order_label": torch.tensor([2])},
+            "sentence_order_label must lie between 0 and 1, .*: correct",
+        ),
     ],
 )
 def test_label_outside_is_refused(head, labels, message):
@@ -346,7 +369,8 @@ def test_a_batch_of_empty_texts_is_no_error(option):
         logits = model(**given).logits
         assert logits.shape == (2, 0, 99)
         logits.sum().backward()
-    if "causal" in option:
-        return
-    logits = make_model(option, "ForSequenceClassification", classifier_pooling="mean")(**inputs).logits
-    assert logits.isfinite().all()
+    assert make_model(option)(**inputs).pooler_output.isfinite().all()
+    for pooling in ("last", "mean") if "causal" in option else ("first", "last", "mean"):
+        classify = make_model(option, "ForSequenceClassification", classifier_pooling=pooling)
+        for given in (inputs, {"input_ids": inputs["input_ids"]}):
+            assert classify(**given).logits.isfinite().all()

@@ -50,7 +50,7 @@ MASKS = {
 def layout(model, name):
     """packed: only the valid tokens; rows: with padding; graph: as in a graph, which cannot read the mask."""
     model.config.unpad_inputs = name == "packed"
-    blind = mock.patch.object(batches, "depends_on_values", lambda tensor: False)
+    blind = mock.patch.object(batches, "can_read_values", lambda tensor: False)
     with blind if name == "graph" else mock.MagicMock():
         yield
     model.config.unpad_inputs = True

@@ -33,9 +33,9 @@ class SketchSelfAttention(SelfAttention):
             key = key.masked_fill(~batch.mask[:, None, :, None], 0)
         # The last column is the sum of the keys, for the normaliser.
         states = (key[..., None] * F.pad(value, (0, 1), value=1.0)[..., None, :]).cumsum(dim=2)
-        before = read_state(batch.cache, self.layer_idx, State.SUMS)
+        before = read_state(batch.cache, self.layer_idx, State.ATTENTION)
         states = states if before is None else states + before[:, :, None]
-        write_state(batch.cache, self.layer_idx, State.SUMS, states[:, :, -1])
+        write_state(batch.cache, self.layer_idx, State.ATTENTION, states[:, :, -1])
         sums = (query[..., None, :] @ states).squeeze(-2)
         return sums[..., :-1] / (sums[..., -1:] + 1e-6)
 

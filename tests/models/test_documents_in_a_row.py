@@ -152,8 +152,28 @@ def test_lengths_of_other_rows_are_refused(lengths):
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForMultipleChoice", "ForPreTraining"])
 def test_one_result_for_several_documents_is_refused(head, documents):
     model, inputs = make_model("nystromformer-landmarks", head), padded_inputs(head, labels=True)
-    with pytest.raises(ValueError, match=r"several documents in a row.*a row of its own"):
+    with pytest.raises(ValueError, match=r"several documents.*a row of its own"):
         model(**inputs, **documents)
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForMultipleChoice"])
+def test_one_result_for_documents_by_position_is_refused(head):
+    """A decoder divides rows where positions start again."""
+    model = make_model("linear-causal", head)
+    ids, positions = torch.randint(3, 99, (2, 2, 12)), torch.arange(12).remainder(7).expand(2, 2, 12)
+    if head == "ForSequenceClassification":
+        ids, positions = ids[0], positions[0]
+    with pytest.raises(ValueError, match=r"position_ids that start again: .*a row of its own"):
+        model(ids, position_ids=positions)
+    assert model(ids, torch.ones_like(ids), position_ids=positions).logits.isfinite().all()  # one document
+
+
+def test_two_divisions_of_a_causal_row_are_refused():
+    model, ids = make_model("linear-causal", "ForCausalLM"), torch.randint(3, 99, (1, 12))
+    numbers = torch.arange(12)[None] // 4
+    assert model(ids, seq_idx=numbers, cu_seq_lens_q=torch.tensor([0, 4, 8, 12]), labels=ids).loss > 0
+    with pytest.raises(ValueError, match="seq_idx and cu_seq_lens_q divide the rows into different documents"):
+        model(ids, seq_idx=numbers, cu_seq_lens_q=torch.tensor([0, 7, 12]), labels=ids)
 
 
 def test_first_tokens():

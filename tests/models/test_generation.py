@@ -240,6 +240,18 @@ def test_a_cache_is_filled_by_a_call_and_then_generates():
     assert torch.equal(greedy(model, ids, **{CACHE: cache}), greedy(model, ids))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_cache_is_filled_by_a_call_that_returns_maps(implementation):
+    model, (ids, _) = make(conv_kernel_size=3), prompts()
+    model.set_attn_implementation(implementation)
+    whole = model(ids)
+    first = model(ids[:, :10], output_attentions=True, use_cache=True)
+    rest = model(ids[:, 10:], **{CACHE: cache_of(first)})
+    assert first.attentions[0].shape == (2, 4, 10, 10)
+    assert relative_error(rest.logits, whole.logits[:, 10:]) < TOLERANCE[torch.float32]
+
+
 @each_option
 @pytest.mark.parametrize("size", [1, 4, 14, 50])
 def test_long_prompts_are_read_in_parts(option, size):
@@ -544,3 +556,17 @@ def test_classes_come_from_the_last_valid_token():
         changed = ids[row : row + 1, valid].clone()
         changed[:, 0] = 3 + changed[:, 0] % 90
         assert not torch.equal(model(changed).logits, alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_new_tokens_are_classified_with_a_mask_of_all_columns(pooling):
+    model = make_model("linear-causal", "ForSequenceClassification", classifier_pooling=pooling)
+    ids, mask = torch.randint(3, 99, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 15:] = 0
+    logits = []
+    for columns in (mask, mask[:, 10:]):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :10], mask[:, :10], **{CACHE: cache})
+        logits.append(model(ids[:, 10:], columns, **{CACHE: cache}).logits)
+    assert torch.equal(*logits)

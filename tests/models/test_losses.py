@@ -98,6 +98,20 @@ def test_parts_of_a_batch_add_up_to_its_loss(head):
     assert relative_error(model(**inputs, num_items_in_batch=int(count)).loss, model(**inputs).loss) < 1e-6
 
 
+@pytest.mark.parametrize("number", [0, torch.tensor(0)], ids=str)
+@pytest.mark.parametrize(
+    ("option", "head"),
+    [("linear-elu", "ForPreTraining"), ("linear-elu", "ForMaskedLM"), ("linear-causal", "ForCausalLM")],
+)
+def test_a_step_without_labels_has_no_loss(option, head, number):
+    """Trainer counts the labels of a step: there may be none, in short rows."""
+    model, ids = make_model(option, head), torch.randint(3, 99, (2, 9))
+    order = {"sentence_order_label": torch.tensor([0, 1])} if head == "ForPreTraining" else {}
+    loss = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=number, **order).loss
+    loss.backward()
+    assert loss == 0 and all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
+
+
 @torch.no_grad()
 def test_labels_at_padding_do_not_weigh_the_sentence_order():
     """Its weight is this batch's share of the labels that count."""

@@ -28,7 +28,7 @@ HEADS, WIDTH, DIM = 2, 23, 8
 @pytest.fixture(autouse=True)
 def always_by_row():
     """Rows are computed one by one wherever this spares anything."""
-    with mock.patch.object(masked_attention, "SCORES_OF_A_CALL", 0):
+    with mock.patch.object(masked_attention, "LEAST_SPARED_SCORES", 0):
         yield
 
 
@@ -122,7 +122,7 @@ def test_other_batches_are_computed_at_once(mask):
 def test_few_scores_are_computed_at_once():
     query, key, value, _ = states_of(2)
     computed_at_once = mock.patch.object(masked_attention.F, "pad", side_effect=AssertionError)
-    with mock.patch.object(masked_attention, "SCORES_OF_A_CALL", 2**17), computed_at_once:
+    with mock.patch.object(masked_attention, "LEAST_SPARED_SCORES", 2**17), computed_at_once:
         attend_within_rows(query, key, value, mask_of([23, 9]))
 
 

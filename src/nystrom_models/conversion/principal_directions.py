@@ -31,7 +31,7 @@ POWER_STEPS = 50
 def first_principal_scores(gram: Tensor) -> Tensor:
     """The scores (n,) of n positions along their first principal direction, from their Gram matrix (n, n).
 
-    Zero if all positions are equal.
+    Equal if all positions are.
     """
     centred = gram - gram.mean(dim=0) - gram.mean(dim=1, keepdim=True) + gram.mean()
     scale = gram.diagonal().mean()
@@ -161,7 +161,10 @@ def start_projections(model: PreTrainedModel, exact: PreTrainedModel, sample: Sa
     principal = principal_directions(exact, places, fit)
     # The segment means of the model, before any is replaced.
     segments = {place.name: place.matrices for place in places}
-    first = {layer: place.name for place in reversed(places) for layer in place.layers}
+    first: dict[int, str] = {}
+    for place in places:
+        for layer in place.layers:
+            first.setdefault(layer, place.name)  # E's; F has the same matrices
     starts = [{layer: start[name] for layer, name in first.items()} for start in (segments, principal)]
     errors = output_errors(exact, starts, held_out)
     by_layers: dict[tuple[int, ...], list[ProjectionPlace]] = {}

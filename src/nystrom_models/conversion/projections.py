@@ -111,7 +111,7 @@ def carried_projection(
     Where several projections of the source (of heads, of layers, of keys and values) become one, it is their mean. For
     fewer slots, neighbouring slots are averaged. For more, slots are repeated; if their number is a multiple of the
     source's, the function stays the same, because the softmax divides its weight among equal slots. The columns are
-    extended like the positions: repeated, or interpolated so that their sums stay the same.
+    extended like the positions: repeated, or interpolated so that their sums stay about the same.
 
     Args:
         place: the projection's place in the model.
@@ -129,8 +129,10 @@ def carried_projection(
         return None
     made = []
     for index, matrix in enumerate(ours):
-        # All heads become one, or each stays as it is, or one becomes all.
-        used = [taken for heads in theirs for taken in (heads if len(ours) == 1 else [heads[index % len(heads)]])]
+        if len(ours) == 1:  # all heads become one
+            used = [taken for heads in theirs for taken in heads]
+        else:  # each head stays as it is, or one becomes all
+            used = [heads[0] if len(heads) == 1 else heads[index] for heads in theirs]
         if not place.is_conv:
             used = [_fit_columns(_fit_slots(taken, len(matrix)), matrix, positions) for taken in used]
         made.append(torch.stack(used).mean(dim=0))

@@ -42,9 +42,8 @@ class SourceKind:
     fields: given its configuration, the fields of `BaseConfig` that the source names differently or has fixed.
     first_position: the row of the position table for the first token of a row.
     longest: tokens of the longest sequence; None for no limit.
-    names: for a head (None: for every head), regular expressions and the replacements of names; the first match
-    counts.
-        A name without a match stays as it is.
+    names: for a head (None: for every head), pairs of a regular expression and its replacement. The first match
+        counts; a name without one stays as it is.
     pretraining_class: the Auto class that reads the heads of pretraining.
     head_activation: the fixed activation of its masked language modelling head; None if that is `hidden_act`.
     """
@@ -247,8 +246,10 @@ def source_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of `BaseConfig` that a source has, under this package's names; the longest sequence in tokens."""
     kind = source_kind(config)
     inherited = {item.name for item in dataclasses.fields(PreTrainedConfig)}
-    names = {item.name for item in dataclasses.fields(BaseConfig)} - inherited
-    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    # Those of its class alone: config.json may hold others, which its model does not read.
+    own = {item.name for item in dataclasses.fields(config)} | set(config.attribute_map)
+    names = {item.name for item in dataclasses.fields(BaseConfig)} & own - inherited
+    fields = {name: getattr(config, name) for name in names}
     fields |= kind.fields(config)
     return fields | {"max_position_embeddings": kind.longest(config)}
 

@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..models.attention_nystrom import Segments, landmark_segments
 from ..models.input_checks import require
-from ..models.tracing import depends_on_values
+from ..models.tracing import can_read_values
 from .settings import LayerSettings
 
 # Masks add the dtype's minimum, -10000 or -inf to the scores of invisible keys; e to the power of -1000 is 0, too.
@@ -102,7 +102,7 @@ def nystrom_mask(
         mask = torch.nn.functional.pad(mask, (0, kv_length - mask.shape[1]))
     if not allow_is_bidirectional_skip:
         return mask[:, None, None, :].expand(-1, -1, q_length, -1)
-    if depends_on_values(mask) and bool(mask.all()):
+    if can_read_values(mask) and bool(mask.all()):
         return None
     made = mask[:, None, None, :]
     if not is_tracing(mask):
@@ -177,7 +177,7 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, length: int, keys: in
 
 def _require_in_any_case(condition: Tensor, message: str) -> None:
     """`require`; on a GPU and in a graph, an assertion."""
-    if depends_on_values(condition):
+    if can_read_values(condition):
         require(condition, message)
     elif not condition.is_meta:
         # Inductor writes the message between double quotes into C++ code, without escaping it.

@@ -28,7 +28,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .cpu_blocks import BLOCK_TOKENS
 from .token_layout import take_tokens
-from .tracing import depends_on_values, takes_own_gradients
+from .tracing import can_read_values, supports_autograd_functions
 
 EPSILON = 1e-6
 # Tokens of a chunk: about the number of features of a head, so that scores and states cost about the same.
@@ -168,7 +168,7 @@ def causal_product(left: Tensor, right: Tensor, values: Tensor, state: Tensor) -
     left, right: (B, H, N, F). values: (B, H, N, E). state: (B, H, F, E) in float32 at least.
     Returns: (B, H, N, E) and (B, H, F, E), in the state's dtype.
     """
-    if torch.is_grad_enabled() and takes_own_gradients():
+    if torch.is_grad_enabled() and supports_autograd_functions():
         return _differentiable(left, right, values, state, False)
     return _causal_product(left, right, values, state, False)
 
@@ -189,7 +189,7 @@ class _CausalProduct(torch.autograd.Function):
     @staticmethod
     def forward(left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool) -> tuple[Tensor, Tensor]:
         sums, final = _causal_product(left, right, values, state, backwards)
-        # An output may be neither an input, as without tokens, nor a view, of which tangents would have to be views.
+        # Autograd allows no output that is an input, as the state is without tokens, or a view of one.
         return sums, final.clone()
 
     @staticmethod
@@ -240,7 +240,7 @@ def _causal_product(
     left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """`causal_product`; with `backwards`, the sum is over j >= i, and the state is that of the later tokens."""
-    if left.device.type != "cpu" or not all(map(depends_on_values, (left, right, values, state))):
+    if left.device.type != "cpu" or not all(map(can_read_values, (left, right, values, state))):
         return _product_by_chunks(left, right, values, state, backwards)
     # Blocks stay in the CPU's caches, and intermediate results need the memory of only one block.
     out = state.new_empty(*left.shape[:3], values.shape[3])

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .input_checks import check_cumulative_lengths, positions_start_again
+from .input_checks import check_cumulative_lengths, check_same_documents, positions_start_again
 from .recurrent_cache import State, read_state
 from .token_layout import gather_tokens, pad_tokens, positions_by_rank, token_ranks
-from .tracing import depends_on_values, is_compiling
+from .tracing import can_read_values, is_compiling
 
 # From this share of padding on, only the valid tokens are computed. Below it, copying the tokens into rows for the
 # attention and back takes about as long as the linear layers would save.
@@ -186,8 +186,8 @@ def make_batch(
         device: of the inputs.
         pack: whether states may be packed.
         cache: the cache of a causal family.
-        documents: (B, N) int64, the number of each token's document in its row, in any order. Attention and
-            convolution then have a row for each document. None: each row is one document.
+        documents: (B, N) int64, the number of each token's document in its row. A document is a run of equal numbers.
+            Attention and convolution then have a row for each document. None: each row is one document.
 
     If there is a mask on a GPU, the host waits once, for three numbers; not in a graph.
     """
@@ -206,7 +206,7 @@ def _lay_out(mask: Tensor | None, shape: tuple[int, int], device: torch.device, 
     batch, length = shape
     if mask is None or mask.numel() == 0:
         return Batch(shape, shape, torch.arange(length, device=device)[None])
-    if not depends_on_values(mask):
+    if not can_read_values(mask):
         return _by_rank(mask)
     lengths = mask.sum(dim=-1)
     is_prefix = (mask == (torch.arange(length, device=mask.device) < lengths[:, None])).all()
@@ -238,25 +238,32 @@ def first_of_document(documents: Tensor, mask: Tensor | None) -> Tensor:
     return changed if mask is None else changed & mask
 
 
-def packed_documents(shape: tuple[int, int], cu_seq_lens: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
-    """The number of each token's document, (B, N) int64, for packed rows without `seq_idx`; None for other rows.
+def find_documents(
+    shape: tuple[int, int], seq_idx: Tensor | None, cu_seq_lens: Tensor | None, position_ids: Tensor | None
+) -> Tensor | None:
+    """The number of each token's document, (B, N) int64, for packed rows; None for other rows.
 
     Args:
+        seq_idx: (B, N) int64, these numbers; None if they are not known.
         cu_seq_lens: (D + 1,) ints, the tokens before each of D documents, and all tokens of the batch, B N, as
             FlashAttention names them; None if they are not known.
         position_ids: (B, N), those of packed documents start again; None if they do not tell.
 
-    Raises ValueError for lengths of other rows. A graph of torch.compile cannot divide rows: it raises RuntimeError
-    when it runs with `position_ids` that start again. An exported graph does not notice them.
+    Raises ValueError for lengths of other rows, and if they contradict `seq_idx`. A graph of torch.compile cannot
+    divide rows: it raises RuntimeError when it runs with `position_ids` that start again. An exported graph does not
+    notice them.
     """
     if cu_seq_lens is not None:
         check_cumulative_lengths(cu_seq_lens, shape)
         tokens = torch.arange(shape[0] * shape[1], dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
-        return torch.searchsorted(cu_seq_lens[1:].contiguous(), tokens, right=True).view(shape)
-    if position_ids is None:
-        return None
+        documents = torch.searchsorted(cu_seq_lens[1:].contiguous(), tokens, right=True).view(shape)
+        if seq_idx is None:
+            return documents
+        check_same_documents(seq_idx, documents)
+    if seq_idx is not None or position_ids is None:
+        return seq_idx
     restarts = positions_start_again(position_ids)
-    if not depends_on_values(position_ids):
+    if not can_read_values(position_ids):
         if is_compiling():
             torch._assert_async(
                 ~restarts.any(),

@@ -13,7 +13,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .batch import first_of_document, packed_documents
+from .batch import find_documents, first_of_document
 from .configuration_base import BaseConfig
 from .input_checks import require_labels, require_labels_of_tokens, require_one_input
 from .losses import IGNORED
@@ -89,10 +89,9 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         """
         cache = given_cache(cache, past_key_values)
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
-        if seq_idx is None:
-            may_restart = attention_mask is None and cache is None and not use_cache
-            batch, length = require_one_input(input_ids, inputs_embeds).shape[:2]
-            seq_idx = packed_documents((batch, length), cu_seq_lens_q, position_ids if may_restart else None)
+        may_restart = attention_mask is None and cache is None and not use_cache
+        batch, length = require_one_input(input_ids, inputs_embeds).shape[:2]
+        seq_idx = find_documents((batch, length), seq_idx, cu_seq_lens_q, position_ids if may_restart else None)
         if use_cache is None:
             keeps = self.config.use_cache and not self.training and seq_idx is None
             use_cache = keeps or cache is not None
@@ -123,9 +122,9 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
                     mask = None if attention_mask is None else attention_mask != 0
                     labels = labels.masked_fill(first_of_document(seq_idx, mask), IGNORED)
                 targets = next_labels(labels, attention_mask)
-            if num_items_in_batch is None:
-                # 0 instead of 0 / 0 where no label counts.
-                num_items_in_batch = (targets != IGNORED).sum().clamp_min(1)
+            count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+            # 0 instead of 0 / 0 where no label counts.
+            num_items_in_batch = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, num_items_in_batch=num_items_in_batch, shift_labels=targets
             )

@@ -131,17 +131,23 @@ class BaseConfig(PreTrainedConfig):
             "type_vocab_size",
         ):
             require_positive(name, getattr(self, name))
-        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
-                f"pad_token_id={self.pad_token_id} is not a token of vocab_size={self.vocab_size}: use a smaller one, "
-                "or None."
+                f"pad_token_id={self.pad_token_id} is not a token of vocab_size={self.vocab_size}: use one from 0 to "
+                f"{self.vocab_size - 1}, or None for no padding token."
             )
+        if self.layer_norm_eps < 0:
+            raise ValueError(f"layer_norm_eps={self.layer_norm_eps} must not be negative.")
         if self.max_position_embeddings is not None:
             require_positive("max_position_embeddings", self.max_position_embeddings)
         if self.embedding_size is not None:
             require_positive("embedding_size", self.embedding_size)
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
+        if self.is_decoder and self.num_hidden_layers == 0:
+            raise ValueError(
+                "num_hidden_layers=0 does not fit is_decoder=True, whose layers keep the states: use 1 or more."
+            )
         heads, width = self.num_attention_heads, self.hidden_size
         if width % heads:
             raise ValueError(

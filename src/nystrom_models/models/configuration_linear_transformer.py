@@ -102,8 +102,8 @@ class LinearTransformerConfig(BaseConfig):
             )
         if self.attention_probs_dropout_prob:
             raise ValueError(
-                f"attention_probs_dropout_prob={self.attention_probs_dropout_prob} is not possible: linear "
-                "attention has no weights to drop. Use 0, and hidden_dropout_prob instead."
+                f"attention_probs_dropout_prob={self.attention_probs_dropout_prob} is not possible: the attention of "
+                "this family drops no weights. Use 0, and hidden_dropout_prob instead."
             )
         if self.projected_dim is None:
             return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from .tracing import depends_on_values
+from .tracing import can_read_values
 
 BLOCK_TOKENS = 1024
 
@@ -28,7 +28,7 @@ def pays_in_blocks(states: Tensor, module: nn.Module) -> bool:
     # With dropout, a checkpointed layer must draw the same numbers when it is computed again, with gradients.
     if torch.is_grad_enabled() or module.training or states.device.type != "cpu":
         return False
-    return depends_on_values(states) and states.shape[:-1].numel() > BLOCK_TOKENS and not has_hooks(module)
+    return can_read_values(states) and states.shape[:-1].numel() > BLOCK_TOKENS and not has_hooks(module)
 
 
 def overwrite_in_blocks(function: Callable[..., Tensor], states: Tensor, *others: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .product_rule import product_tangent
 from .token_layout import split_heads
-from .tracing import depends_on_values, is_compiling, takes_own_gradients
+from .tracing import can_read_values, is_compiling, supports_autograd_functions
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # oneDNN convolves in bfloat16, summing in float32, from AVX-512 on.
@@ -55,11 +55,11 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
     """
     if mask is not None:
         value = value * mask[:, None, :, None].to(value.dtype)
-    if depends_on_values(value) and value.shape[2] == 0:  # a batch of empty texts
+    if can_read_values(value) and value.shape[2] == 0:  # a batch of empty texts
         return value
     if not _HAS_ONEDNN or value.device.type != "cpu" or value.dtype == torch.float64:
         return F.conv2d(value, weight, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
-    if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad) and takes_own_gradients():
+    if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad) and supports_autograd_functions():
         return _differentiable(value, weight)
     return _filter_tokens(value, weight)
 
@@ -150,7 +150,7 @@ def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
     filter saw; the sum of these products has the wanted sums along its diagonals.
     """
     size, reach = max(16, taps - 1), taps // 2
-    multiply = _multiply_in_place if depends_on_values(gradient) else _multiply_in_graph
+    multiply = _multiply_in_place if can_read_values(gradient) else _multiply_in_graph
     with torch.autocast("cpu", enabled=False):
         products = multiply(gradient, value, size, reach)
     # Padding the rows by one shifts each row against the one before it, so that each diagonal becomes a column.

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from .configuration_base import BaseConfig
 from .recurrent_cache import CACHE
-from .tracing import depends_on_values
+from .tracing import can_read_values
 
 logger = logging.get_logger(__name__)
 
@@ -24,7 +24,7 @@ _DECODER_ARGUMENTS = (*_CAUSAL_ARGUMENTS, "encoder_hidden_states", "encoder_atte
 
 def require(condition: Tensor, message: str) -> None:
     """Raises ValueError if a condition on values fails. A GPU asserts it without waiting; a graph ignores it."""
-    if not depends_on_values(condition):
+    if not can_read_values(condition):
         return
     if condition.device.type == "cpu":
         if not condition:
@@ -41,30 +41,34 @@ def require_labels_of_tokens(labels: Tensor, states: Tensor) -> None:
         )
 
 
-def require_labels(labels: Tensor, size: int, name: str, field: str, ignore_index: int = -100) -> None:
-    """Raises ValueError unless labels lie between 0 and size - 1, or are `ignore_index`."""
+def require_labels(labels: Tensor, size: int, name: str, field: str | None = None, ignore_index: int = -100) -> None:
+    """Raises ValueError unless labels lie between 0 and size - 1, or are `ignore_index`.
+
+    field: the field of the configuration that holds the size, if any.
+    """
     inside = ((labels >= 0) & (labels < size)) | (labels == ignore_index)
+    limit, remedy = ("", "") if field is None else (f"{field} - 1 = ", f"raise {field} or ")
     require(
         inside.all(),
-        f"{name} must lie between 0 and {field} - 1 = {size - 1}, or be {ignore_index} to be ignored: raise {field} "
-        "or correct the labels.",
+        f"{name} must lie between 0 and {limit}{size - 1}, or be {ignore_index} to be ignored: {remedy}correct the "
+        "labels.",
     )
 
 
 def reject_arguments(name: str, arguments: dict[str, Any], is_decoder: bool) -> None:
     """Raises for arguments that the model called `name` would ignore: a misspelt mask must not go unnoticed."""
     for argument, value in arguments.items():
-        if argument in _IGNORED_ARGUMENTS or (is_decoder and argument in _CAUSAL_ARGUMENTS and value is not False):
+        if argument in _IGNORED_ARGUMENTS:
             continue
         if argument not in _DECODER_ARGUMENTS:
             raise TypeError(f"{name}.forward() got an unexpected argument {argument!r}; attention_mask marks padding.")
-        if is_decoder and argument == "is_causal":
+        if is_decoder and argument == "is_causal" and value is False:
             raise ValueError(f"{name} has is_decoder=True, and sees no later token: leave is_causal=False out.")
-        if value is not None and value is not False:
-            reason = "has no cross-attention" if is_decoder else "is an encoder that sees the whole sequence"
-            raise ValueError(
-                f"{argument} is for {'other ' * is_decoder}decoders; {name} {reason}: leave {argument} out."
-            )
+        if value is None or value is False or (is_decoder and argument in _CAUSAL_ARGUMENTS):
+            continue
+        kind = "other decoders" if is_decoder else "decoders"
+        reason = "has no cross-attention" if is_decoder else "is an encoder that sees the whole sequence"
+        raise ValueError(f"{argument} is for {kind}; {name} {reason}: leave {argument} out.")
 
 
 def reject_cache(name: str, cache: Any, use_cache: bool | None, is_decoder: bool) -> None:
@@ -113,8 +117,14 @@ def check_inputs(
     """
     if inputs.dim() not in (2, 3):
         raise ValueError(
-            f"input_ids must be (batch, length) and inputs_embeds (batch, length, hidden_size): got a tensor of shape "
-            f"{tuple(inputs.shape)}."
+            f"input_ids must be (batch, length) and inputs_embeds (batch, length, {config.embedding_width}): got a "
+            f"tensor of shape {tuple(inputs.shape)}."
+        )
+    if inputs.dim() == 3 and inputs.shape[2] != config.embedding_width:
+        field = "hidden_size" if config.embedding_size is None else "embedding_size"
+        raise ValueError(
+            f"inputs_embeds have shape {tuple(inputs.shape)}, but must be as wide as the model's embeddings, "
+            f"{field}={config.embedding_width}."
         )
     batch, length = inputs.shape[:2]
     limit = config.max_position_embeddings
@@ -175,7 +185,7 @@ def positions_start_again(position_ids: Tensor) -> Tensor:
 
 def warn_of_mixed_documents(position_ids: Tensor) -> None:
     """Warns once if positions start again in the rows of an encoder, which may be packed rows: it cannot know."""
-    if depends_on_values(position_ids) and positions_start_again(position_ids).any():
+    if can_read_values(position_ids) and positions_start_again(position_ids).any():
         logger.warning_once(
             "position_ids start again within a row, and all tokens of the row see each other. If it holds several "
             "documents, give seq_idx: DataCollatorWithFlattening(return_seq_idx=True, return_position_ids=False)."
@@ -194,14 +204,19 @@ def check_attention_rows(rows: Tensor, batch: int, length: int) -> None:
     )
 
 
-def reject_documents(arguments: dict[str, Any], what: str) -> None:
-    """Raises ValueError for packed rows in a model that predicts `what` for each row."""
-    for name in ("seq_idx", "cu_seq_lens_q"):
-        if arguments.get(name) is not None:
-            raise ValueError(
-                f"{name} packs several documents in a row, but this model predicts one {what} for each row: "
-                "give each document a row of its own."
-            )
+def reject_documents(arguments: dict[str, Any], what: str, position_ids: Tensor | None = None) -> None:
+    """Raises ValueError for packed rows in a model that predicts `what` for each row.
+
+    position_ids: (..., N), if the model would divide rows where they start again.
+    """
+    given = [name for name in ("seq_idx", "cu_seq_lens_q") if arguments.get(name) is not None]
+    if position_ids is not None and can_read_values(position_ids) and positions_start_again(position_ids).any():
+        given.append("position_ids that start again")
+    if given:
+        raise ValueError(
+            f"{given[0]}: a row holds several documents, but this model predicts one {what} for each row. Give each "
+            "document a row of its own."
+        )
 
 
 def check_cumulative_lengths(cu_seq_lens: Tensor, shape: tuple[int, int]) -> None:
@@ -224,15 +239,16 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
             "seq_idx, cu_seq_lens_q, or position_ids that restart, make a row of each document, so that caches and "
             "attention maps do not fit: use use_cache=False and output_attentions=False, or one document in each row."
         )
-    if not depends_on_values(seq_idx):
+    if not can_read_values(seq_idx):
         raise ValueError(
             "The values of seq_idx must be read, which a graph cannot do: call the model without compiling."
         )
 
 
-def check_same_documents(seq_idx: Tensor, others: Tensor | None) -> None:
-    """Raises ValueError unless both divide a batch into the same documents."""
-    if others is None or others.shape != seq_idx.shape:
+def check_same_documents(seq_idx: Tensor, others: Tensor) -> None:
+    """Raises ValueError unless both divide a batch into the same documents. Another shape of `seq_idx` is refused by
+    `check_documents`."""
+    if others.shape != seq_idx.shape:
         return
     same = (seq_idx.diff(dim=-1) != 0) == (others.diff(dim=-1) != 0).to(seq_idx.device)
     require(same.all(), "seq_idx and cu_seq_lens_q divide the rows into different documents: leave out one of them.")
@@ -244,7 +260,7 @@ def key_mask(attention_mask: Tensor | None, batch: int, length: int, seen: Tenso
     seen: (B, 2) int64, the tokens and the columns that a cache has seen; None if it has seen none. The mask may then
         begin with these columns, which are cut off.
 
-    Raises ValueError for a mask of another shape, or one that holds scores to be added.
+    Raises ValueError for a mask of another shape, or with other numbers.
     """
     if attention_mask is None:
         return None
@@ -262,9 +278,10 @@ def key_mask(attention_mask: Tensor | None, batch: int, length: int, seen: Tenso
         )
     attention_mask = attention_mask[:, -length:]
     mask = attention_mask != 0
-    if attention_mask.is_floating_point():
+    if attention_mask.dtype != torch.bool:
         require(
             (attention_mask == mask).all(),
-            "attention_mask must hold 1 at tokens and 0 at padding, not scores to be added.",
+            "attention_mask must hold 1 at tokens and 0 at padding: neither scores to be added nor numbers of "
+            "documents (seq_idx).",
         )
     return mask

@@ -26,21 +26,21 @@ def cross_entropy(
     """Mean cross entropy of logits (..., classes) over the labels (...) that count; 0 if none does."""
     labels = labels.flatten().to(logits.device)
     total = F.cross_entropy(_precise(logits).flatten(0, -2), labels, ignore_index=ignore_index, reduction="sum")
-    return _mean(total, (labels != ignore_index).sum(), num_items_in_batch)
+    return mean(total, (labels != ignore_index).sum(), num_items_in_batch)
 
 
 def squared_error(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Mean squared error of numbers (B,) or (B, num_labels)."""
     logits = _precise(logits)
     total = F.mse_loss(logits, _like(logits, labels), reduction="sum")
-    return _mean(total, labels.numel(), num_items_in_batch)
+    return mean(total, labels.numel(), num_items_in_batch)
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Mean over (B, num_labels) of the cross entropy of each label, 0 or 1, by itself."""
     logits = _precise(logits)
     total = F.binary_cross_entropy_with_logits(logits, _like(logits, labels), reduction="sum")
-    return _mean(total, labels.numel(), num_items_in_batch)
+    return mean(total, labels.numel(), num_items_in_batch)
 
 
 def _like(logits: Tensor, labels: Tensor) -> Tensor:
@@ -56,7 +56,8 @@ def _precise(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _mean(total: Tensor, count: Tensor | int, num_items_in_batch: Tensor | int | None) -> Tensor:
+def mean(total: Tensor, count: Tensor | int, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """A sum over labels, divided by their number, or by `num_items_in_batch` if it is given; 0 if that is 0."""
     if num_items_in_batch is not None:
         count = num_items_in_batch
     if isinstance(count, Tensor):

@@ -15,13 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_dropout import attention_with_dropout
 from .cpu_blocks import add_attention
 from .token_layout import take_tokens
-from .tracing import depends_on_values, has_tangent
+from .tracing import can_read_values, has_tangent
 
 # softmax(query keyᵀ / √D) value, with the arguments of `attend`.
 Attend = Callable[..., Tensor]
 
-# A call for each row costs about as much as this many scores on a CPU; measured for 2 and 12 heads: 30,000 to 60,000.
-SCORES_OF_A_CALL = 2**17
+# Rows are attended to one by one only if each spares at least this many scores on average. A call of its own costs as
+# much as 30,000 to 60,000 scores (on a CPU, with 2 and 12 heads); the double of that is safe.
+LEAST_SPARED_SCORES = 2**17
 
 
 def visible_keys(key_mask: Tensor | None) -> Tensor | None:
@@ -63,13 +64,13 @@ def _may_be_overwritten(skip: Tensor, *others: Tensor | None) -> bool:
     """Whether a skip may take the result: on a CPU without gradients, if no number of it stands for several."""
     if skip.device.type != "cpu" or torch.is_grad_enabled():
         return False
-    known = all(depends_on_values(tensor) for tensor in (skip, *others) if tensor is not None)
+    known = all(can_read_values(tensor) for tensor in (skip, *others) if tensor is not None)
     return known and 0 not in skip.stride()
 
 
 def _is_plain(*tensors: Tensor) -> bool:
     """Whether values may be read, and no derivative is carried forward with them."""
-    return all(depends_on_values(tensor) and not has_tangent(tensor) for tensor in tensors)
+    return all(can_read_values(tensor) and not has_tangent(tensor) for tensor in tensors)
 
 
 def attend_causally(
@@ -106,7 +107,7 @@ def attend_within_rows(
 
     Returns: (B, H, N, D). Values at invalid tokens are finite, but meaningless.
     """
-    known = depends_on_values(key) and depends_on_values(value)
+    known = can_read_values(key) and can_read_values(value)
     lengths = _unequal_lengths(query, mask) if known else None
     if lengths is None:
         return attend(query, key, value, mask, dropout_p, skip)
@@ -129,17 +130,17 @@ def _unequal_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
 
     query: (B, H, N, D). mask: (B, N) bool or None. Valid tokens must come first in each row.
     """
-    if mask is None or query.device.type != "cpu" or not depends_on_values(query) or not depends_on_values(mask):
+    if mask is None or query.device.type != "cpu" or not can_read_values(query) or not can_read_values(mask):
         return None
     batch, heads, width = query.shape[:3]
-    if heads * width**2 < SCORES_OF_A_CALL:
+    if heads * width**2 < LEAST_SPARED_SCORES:
         return None
     valid = mask.sum(dim=-1, keepdim=True)
     if not (mask == (torch.arange(width, device=mask.device) < valid)).all():
         return None
     lengths: list[int] = valid.flatten().clamp_min(1).tolist()
     spared = heads * (batch * width**2 - sum(length**2 for length in lengths))
-    return lengths if spared > batch * SCORES_OF_A_CALL else None
+    return lengths if spared > batch * LEAST_SPARED_SCORES else None
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .batch import AttentionMaps, make_batch, packed_documents
+from .batch import AttentionMaps, find_documents, make_batch
 from .configuration_base import BaseConfig
 from .embeddings import Embeddings, is_sinusoidal, repeat_positions
 from .input_checks import (
@@ -24,7 +24,6 @@ from .input_checks import (
     check_inputs,
     check_length,
     check_positions,
-    check_same_documents,
     key_mask,
     reject_arguments,
     reject_cache,
@@ -35,7 +34,7 @@ from .layers import LayerStack
 from .pooling import pool
 from .recurrent_cache import CACHE, State, add_tokens, given_cache, read_state, require_recurrent
 from .self_attention import SelfAttention
-from .tracing import depends_on_values
+from .tracing import can_read_values
 
 logger = logging.get_logger(__name__)
 
@@ -93,8 +92,8 @@ class BasePreTrainedModel(PreTrainedModel):
         if cls.tied_weights and cls.base_model_prefix and cls._tied_weights_keys is None:
             words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
             cls._tied_weights_keys = {name: source or words for name, source in cls.tied_weights.items()}
-        # Checkpoints of a registered class carry their code. Those of a user's class derived from it do not; but
-        # those of the class that Transformers derives from a causal model's to generate do.
+        # save_pretrained copies the code of classes with this attribute. A user's subclass must not inherit it,
+        # because its own file would not be copied. The subclass that Transformers derives to generate keeps it.
         if not cls.is_of_the_family():
             cls._auto_class = None
         if cls is cls.family():
@@ -208,8 +207,8 @@ class BasePreTrainedModel(PreTrainedModel):
     ) -> Any:
         """As in Transformers, which reports missing and unexpected weights.
 
-        Raises ValueError for a checkpoint of another model: all of the encoder's weights are missing, or some are
-        missing and there are unexpected weights of an encoder.
+        Raises ValueError for a checkpoint of another model: some of the encoder's weights are missing, and there are
+        unexpected weights of an encoder; or all are missing, and there are any unexpected weights.
         """
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
@@ -307,7 +306,7 @@ class BaseModel(BasePreTrainedModel):
         # Adapters stand in the place of the table, some without its size.
         num_words = getattr(self.embeddings.word_embeddings, "num_embeddings", self.config.vocab_size)
         shape = check_inputs(self.config, inputs, token_type_ids, position_ids, num_words, seen)
-        if input_ids is not None and depends_on_values(input_ids) and input_ids.numel():
+        if input_ids is not None and can_read_values(input_ids) and input_ids.numel():
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         if output_attentions is None:
             output_attentions = self.config.output_attentions
@@ -322,10 +321,8 @@ class BaseModel(BasePreTrainedModel):
             )
         # Rows with neither a mask nor a cache may hold several documents.
         packed_positions = position_ids if attention_mask is None and cache is None else None
-        if seq_idx is None:
-            seq_idx = packed_documents(shape, cu_seq_lens_q, packed_positions if self.config.is_decoder else None)
-        elif cu_seq_lens_q is not None:
-            check_same_documents(seq_idx, packed_documents(shape, cu_seq_lens_q, None))
+        restarts = packed_positions if self.config.is_decoder else None
+        seq_idx = find_documents(shape, seq_idx, cu_seq_lens_q, restarts)
         if seq_idx is not None:
             check_documents(seq_idx, shape, cache is not None, bool(output_attentions))
         elif packed_positions is not None and not self.config.is_decoder:

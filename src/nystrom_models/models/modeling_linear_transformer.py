@@ -88,19 +88,20 @@ class LinearTransformerSelfAttention(SelfAttention):
             rows, causal = batch.maps.rows, self.config.is_decoder
             attention_map = linear_attention_map(query, key, mask, causal=causal, rows=rows)
             attention_map = batch.record(attention_map if matrix is None else attention_map @ matrix)
-            if rows is None and self.is_eager and matrix is None:
+            # A cache needs the state, which the map does not give.
+            if rows is None and self.is_eager and matrix is None and batch.cache is None:
                 # The context is computed from the map that is returned, so that gradients reach the map.
                 context = attention_map @ value
                 return context if skip is None else context + skip
         if self.config.is_decoder:
-            before = read_state(batch.cache, self.layer_idx, State.SUMS)
+            before = read_state(batch.cache, self.layer_idx, State.ATTENTION)
             if self.config._attn_implementation == KERNELS:
                 attend = ALL_ATTENTION_FUNCTIONS[KERNELS]
                 context, state = attend(self, query, key, value, mask, state=before, causal=True)
                 context = context.transpose(1, 2)
             else:
                 context, state = causal_linear_attention(query, key, value, mask, before)
-            write_state(batch.cache, self.layer_idx, State.SUMS, state)
+            write_state(batch.cache, self.layer_idx, State.ATTENTION, state)
         else:
             context = linear_attention(query, key, value, mask)
         return context if skip is None else context + skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .product_rule import product_tangent
-from .tracing import takes_own_gradients
+from .tracing import supports_autograd_functions
 
 # TF32 keeps 10 bits of a float32's 23.
 _KEPT_BITS = -(1 << 13)
@@ -19,7 +19,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     TF32 would leave an error of 5e-4 in a pseudo-inverse, instead of 3e-7.
     """
     if left.is_cuda and left.dtype == torch.float32:
-        if not takes_own_gradients():
+        if not supports_autograd_functions():
             return split_product(left, right)
         function = _SplitProduct if torch.compiler.is_compiling() else _WithTangents
         return function.apply(left, right)

@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_base import BaseConfig
 from .input_checks import reject_documents, require_labels, require_labels_of_tokens
 from .layers import activation
-from .losses import cross_entropy, without_padding
+from .losses import cross_entropy, mean, without_padding
 from .modeling_base import BaseModelOutput, BasePreTrainedModel
 
 # ---- parts ----
@@ -252,11 +252,12 @@ class BaseForPreTraining(BaseWithLMHead):
         )
         sop_loss = None
         if sentence_order_label is not None:
-            require_labels(sentence_order_label, 2, "sentence_order_label", "the number of orders")
+            require_labels(sentence_order_label, 2, "sentence_order_label")
             sop_loss = cross_entropy(sop_logits, sentence_order_label)
             if num_items_in_batch is not None and labels is not None:
                 counted = without_padding(labels, attention_mask, self.config.sparse_pred_ignore_index)
-                sop_loss = sop_loss * (counted != self.config.sparse_pred_ignore_index).sum() / num_items_in_batch
+                share = mean((counted != self.config.sparse_pred_ignore_index).sum(), 1, num_items_in_batch)
+                sop_loss = sop_loss * share.to(sop_loss.device)
         losses = [loss for loss in (mlm_loss, sop_loss) if loss is not None]
         return ForPreTrainingOutput(
             loss=torch.stack(losses).sum() if losses else None,

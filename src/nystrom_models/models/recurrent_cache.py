@@ -25,8 +25,8 @@ CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.na
 class State(IntEnum):
     """What the cache keeps for a layer; the values are the cache's numbers for the states."""
 
-    SUMS = 0  # of its attention
-    TAPS = 1  # the last values, which its convolution still needs
+    ATTENTION = 0  # its sums
+    CONVOLUTION = 1  # the last values, which its convolution still needs
     TOKENS = 2  # (B, 2) int64, in the first layer alone: valid tokens seen, and columns of their batches
 
 

@@ -68,15 +68,15 @@ class SelfAttention(nn.Module):
         """
         reach = self.config.conv_kernel_size - 1
         length = value.shape[2]
-        before = read_state(batch.cache, self.layer_idx, State.TAPS)
+        before = read_state(batch.cache, self.layer_idx, State.CONVOLUTION)
         value = F.pad(value, (0, 0, reach, 0)) if before is None else torch.cat([before, value], dim=2)
         if batch.cache is not None:
             if batch.mask is None:
-                taps = value[:, :, length:]
+                last = value[:, :, length:]
             else:
                 index = batch.mask.sum(dim=-1)[:, None] + torch.arange(reach, device=value.device)
-                taps = value.gather(2, index[:, None, :, None].expand(-1, value.shape[1], -1, value.shape[3]))
-            write_state(batch.cache, self.layer_idx, State.TAPS, taps)
+                last = value.gather(2, index[:, None, :, None].expand(-1, value.shape[1], -1, value.shape[3]))
+            write_state(batch.cache, self.layer_idx, State.CONVOLUTION, last)
         return self.conv(value).narrow(2, reach // 2, length)
 
     @staticmethod

@@ -96,7 +96,8 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         Returns: loss, logits (B, num_labels) and, on request, the base model's other outputs; with `dual_encoder`
             those of 2 B rows.
         """
-        reject_documents(kwargs, "label")
+        may_restart = self.config.is_decoder and attention_mask is None
+        reject_documents(kwargs, "label", position_ids if may_restart else None)
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         if self.config.dual_encoder:
             require_pairs(require_one_input(input_ids, inputs_embeds), 3 if inputs_embeds is None else 4)
@@ -120,7 +121,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         if problem_type == "multi_label_classification":
             require(
                 ((labels >= 0) & (labels <= 1)).all(),
-                "labels of several classes a row must be 1 for those that it has and 0 for all others.",
+                "labels of several classes a row must lie between 0 and 1: 1 for those that it has, 0 for all others.",
             )
             return binary_cross_entropy(logits, labels, num_items_in_batch)
         require_labels(labels, self.num_labels, "labels", "num_labels")
@@ -296,7 +297,8 @@ class BaseForMultipleChoice(BasePreTrainedModel):
 
         Returns: loss, logits (B, choices) and, on request, the base model's other outputs.
         """
-        reject_documents(kwargs, "score")
+        may_restart = self.config.is_decoder and attention_mask is None
+        reject_documents(kwargs, "score", position_ids if may_restart else None)
         choices = require_one_input(input_ids, inputs_embeds).shape[1]
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         # A choice is a row of the batch.
@@ -306,7 +308,7 @@ class BaseForMultipleChoice(BasePreTrainedModel):
         logits = self.classifier(self.activation(self.pre_classifier(pooled))).view(-1, choices)
         loss = None
         if labels is not None:
-            require_labels(labels, choices, "labels", "the number of choices")
+            require_labels(labels, choices, "labels")
             loss = cross_entropy(logits, labels, num_items_in_batch)
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

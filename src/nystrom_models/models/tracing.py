@@ -7,13 +7,13 @@ from torch.autograd.forward_ad import unpack_dual
 from transformers.utils.import_utils import is_tracing
 
 
-def depends_on_values(tensor: Tensor) -> bool:
+def can_read_values(tensor: Tensor) -> bool:
     """Whether Python may read the values of this tensor: not while a graph is recorded, not for tensors without values
     (meta and fake tensors), and not under `torch.func.vmap`, where one tensor stands for several."""
     return not (is_tracing(tensor) or tensor.is_meta or is_batched(tensor))
 
 
-def takes_own_gradients() -> bool:
+def supports_autograd_functions() -> bool:
     """Whether functions with a gradient of their own (`torch.autograd.Function`) can be called: a TorchScript trace,
     which is for inference, cannot hold them."""
     return not torch.jit.is_tracing()
