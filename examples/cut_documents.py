@@ -129,7 +129,8 @@ def main(args: Sequence[str] | None = None) -> Dataset:
     write_lines(found, arguments.output_file)
     used = len(found.unique("document"))
     print(f"{len(found):,} pieces of {used:,} documents in {arguments.output_file}", end="")
-    print(f"; {left:,} documents left out." if (left := len(documents) - used) else ".")
+    left = len(documents) - used
+    print(f"; {left:,} document{'s' * (left > 1)} left out." if left else ".")
     return found
 
 

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.causal import CausalArguments, train_causal
 from nystrom_models.training.finetuning import finetune
 from nystrom_models.training.pretraining import EVAL_MLM_PROBABILITY, PretrainingArguments, pretrain
-from nystrom_models.training.signals import no_further_run
+from nystrom_models.training.signals import end_as_the_signal, no_further_run, run_script
 from nystrom_models.training.text_classification import TextClassificationArguments
 
 # Sentences like those of docstrings. Expected words: list; true; number; be; to; of.
@@ -60,7 +61,9 @@ SENTENCES = (
 BEGINNINGS = ("Return a list of", "If True, the", "Raise an error if")
 
 # The message of a run that Ctrl-C or SIGTERM has stopped.
-STOPPED = "The quickstart was stopped. When run again, it starts from the beginning."
+STOPPED = (
+    "The quickstart was stopped. It has no --resume_from_checkpoint: when run again, it starts from the beginning."
+)
 
 # The most rows of a batch; the size of a step is given in tokens.
 ROWS = 64
@@ -148,7 +151,8 @@ def pretraining_arguments(family: str, args: QuickstartArguments) -> Pretraining
 def require_finished(results: Mapping[str, Any]) -> None:
     """Ends the quickstart if Ctrl-C or SIGTERM has stopped a run, or came when it was about to finish."""
     if no_further_run(results):
-        raise SystemExit(STOPPED)
+        print(STOPPED, file=sys.stderr)
+        end_as_the_signal()
 
 
 def pretrain_family(family: str, documents: DatasetDict, args: QuickstartArguments) -> dict[str, float]:
@@ -321,4 +325,4 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -4,7 +4,6 @@
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from .interface.attention import nystrom_attention_forward
@@ -40,9 +39,6 @@ def register() -> None:
         AutoTokenizer.register(config_class, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
         for auto_name, model_class in family.auto_classes.items():
             getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
-            if auto_name == "AutoModelForCausalLM":
-                # Trainer reads from this whether labels are shifted: without it, label smoothing teaches copying.
-                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = model_class.__name__
             # Its saved checkpoints then contain their code; the first Auto class of a model is the general one.
             if model_class._auto_class is None:
                 model_class.register_for_auto_class(auto_name)
@@ -57,6 +53,5 @@ def unregister() -> None:
         config_class = family.config_class
         CONFIG_MAPPING._extra_content.pop(config_class.model_type, None)
         TOKENIZER_MAPPING._extra_content.pop(config_class, None)
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.pop(config_class.model_type, None)
         for auto_name in family.auto_classes:
             getattr(transformers, auto_name)._model_mapping._extra_content.pop(config_class, None)

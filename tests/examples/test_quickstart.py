@@ -162,12 +162,15 @@ def test_seen_sentences_are_not_asked():
 
 @pytest.mark.parametrize("late", [False, True], ids=["stopped", "in the last step"])
 @pytest.mark.parametrize("part", ["pretrain", "finetune"])
-def test_a_signal_ends_it_without_a_traceback(part, late, monkeypatch, tmp_path):
+def test_a_signal_ends_it_without_a_traceback(part, late, monkeypatch, tmp_path, capsys):
     [arguments] = HfArgumentParser(quickstart.QuickstartArguments).parse_args_into_dataclasses(TINY)
     results = {"train": {"steps": 3}} | ({"validation": {"accuracy": 0.5}} if late else {})
     monkeypatch.setattr(quickstart, part, lambda *arguments: results)
-    monkeypatch.setattr(Signals, "_ended_by", None)
+    monkeypatch.setattr(Signals, "_ended_by", None if late else signal.SIGTERM)
     monkeypatch.setattr(Signals, "_late", signal.SIGINT if late else None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     function = getattr(quickstart, f"{part}_family")
-    with pytest.raises(SystemExit, match="was stopped"):
+    with pytest.raises(KeyboardInterrupt if late else SystemExit) as ended:
         function("linformer", {}, replace(arguments, output_dir=str(tmp_path)))
+    assert late or ended.value.code == 128 + signal.SIGTERM
+    assert "The quickstart was stopped" in capsys.readouterr().err

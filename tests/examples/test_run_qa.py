@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,16 @@ def test_two_processes_give_what_one_gives(trained, checkpoint, squad, tmp_path)
     two = written(tmp_path, "all_results.json")["results"]
     assert two["validation"] == pytest.approx(results["validation"], rel=1e-3)
     assert written(tmp_path, "validation_predictions.json") == written(folder, "validation_predictions.json")
+
+
+def test_a_short_model_reads_long_contexts_without_a_stride(trained, squad, tmp_path, capsys):
+    """SQuAD's usual 128 shared tokens would leave a short model no room: by default it is a third of a row."""
+    folder, _, _ = trained
+    long = squad(12, length=150, seed=900)
+    options = ["--no_do_train", "--validation_file", long, "--max_seq_length", "48", "--output_dir", str(tmp_path)]
+    windows = []
+    for stride in ([], ["--doc_stride", "16"]):
+        results = run_qa.main(["--model_name_or_path", f"{folder}/output", *options, *stride])
+        windows.append(re.search(r"read in (\d+) windows", capsys.readouterr().out)[1])
+        assert results["validation"]["f1"] > 0.5
+    assert windows[0] == windows[1]

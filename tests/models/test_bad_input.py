@@ -16,6 +16,7 @@ from nystrom_models import (
     NystromformerConfig,
     NystromformerModel,
 )
+from nystrom_models.models.recurrent_cache import CACHE
 from tests.models.options import language_model, make_model
 
 BAD_FIELDS = {
@@ -214,7 +215,7 @@ BAD_CALLS = {
     "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
     "a cache of keys": (
         {"input_ids": IDS, "past_key_values": DynamicCache()},
-        r"cache is for models with recurrent states.*past_key_values, which PEFT's prefix tuning gives",
+        rf"{CACHE} is for models with recurrent states.*PEFT's prefix tuning gives it",
     ),
     "cache": (
         {"input_ids": IDS, "use_cache": True},

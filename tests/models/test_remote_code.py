@@ -23,6 +23,10 @@ for folder, auto in json.loads(sys.argv[1]):
     with torch.no_grad():
         torch.save(model(**inputs)[0], folder + "/" + auto + ".pt")
     model.save_pretrained(folder + "/again")
+    if auto == "AutoModelForCausalLM":
+        # By this, Trainer knows that labels are to be shifted before their smoothing.
+        names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        assert model._get_name() in names.values()
 """
 
 

@@ -80,9 +80,7 @@ def reject_cache(name: str, cache: Any, use_cache: bool | None, is_decoder: bool
         if value is not None and value is not False:
             remedy = "use use_cache=False" if is_decoder else f"leave {argument} out"
             if argument == CACHE:
-                remedy += (
-                    ", also as past_key_values, which PEFT's prefix tuning gives (prompt tuning and LoRA need none)"
-                )
+                remedy += " (PEFT's prefix tuning gives it as past_key_values; prompt tuning and LoRA need none)"
             raise ValueError(f"{argument} is for models with recurrent states; {name} {reason}: {remedy}.")
 
 
@@ -241,7 +239,8 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
         )
     if not can_read_values(seq_idx):
         raise ValueError(
-            "The values of seq_idx must be read, which a graph cannot do: call the model without compiling."
+            "The documents of packed rows (seq_idx, cu_seq_lens_q) must be read, which a graph cannot do: call the "
+            "model without compiling."
         )
 
 

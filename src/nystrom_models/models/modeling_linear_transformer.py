@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .attention_linear import (
     causal_linear_attention,
@@ -152,6 +153,11 @@ class LinearTransformerModel(BaseModel, LinearTransformerPreTrainedModel):
 
 class LinearTransformerForCausalLM(BaseForCausalLM, LinearTransformerPreTrainedModel):
     """Linear transformer that predicts the next token, and generates with a state of fixed size."""
+
+
+# Trainer shifts the labels of these classes: without this, label smoothing would teach copying. It stands here because
+# this file travels with checkpoints, and the registration with the Auto classes does not.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(LinearTransformerConfig.model_type, LinearTransformerForCausalLM.__name__)
 
 
 class LinearTransformerForPreTraining(BaseForPreTraining, LinearTransformerPreTrainedModel):

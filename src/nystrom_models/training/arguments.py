@@ -33,15 +33,20 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Files to train on: .txt, .json, .jsonl, .csv, .tsv, .parquet or FASTA (.fa, .fasta, "
-            ".fna, .faa), each also .gz."
+            ".fna, .ffn, .faa, .frn), each also .gz."
         },
     )
     validation_file: list[str] | None = field(default=None, metadata={"help": "Files to evaluate on."})
     max_train_samples: int | None = field(
-        default=None, metadata={"help": "Train on a random sample of this many rows."}
+        default=None,
+        metadata={"help": "Train on a random sample of this many rows; in pretraining, of documents."},
     )
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on a random sample of this many rows of each validation set."}
+        default=None,
+        metadata={
+            "help": "Evaluate on a random sample of this many rows of each validation set; in pretraining, of "
+            "documents."
+        },
     )
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
     cache_dir: str | None = field(default=None, metadata={"help": "Folder in which prepared data are cached."})

@@ -194,7 +194,8 @@ def _print(found: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     except UnicodeEncodeError:
         sign = "+-"
     for point in found["grid"]:
-        where = ", ".join(f"{name}={point[name]}" for name in values) or f"{len(point['seeds'])} seeds"
+        seeds = len(point["seeds"])
+        where = ", ".join(f"{name}={point[name]}" for name in values) or f"{seeds} seed{'s' * (seeds > 1)}"
         shown = [
             f"{name} {s['mean']:.4g} {sign} {s['std']:.2g}"
             if name.split("/")[-1] == "mse"

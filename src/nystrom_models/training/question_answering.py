@@ -37,9 +37,12 @@ class QuestionAnsweringArguments(FinetuningArguments):
         default=None,
         metadata={"help": "Largest number of tokens of question and context; the model's maximum by default."},
     )
-    doc_stride: int = field(
-        default=128,
-        metadata={"help": "Tokens that neighbouring windows share, if a context is longer than a row."},
+    doc_stride: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens that neighbouring windows share, if a context is longer than a row; by default a third of "
+            "--max_seq_length, and at most 128."
+        },
     )
     n_best_size: int = field(default=20, metadata={"help": "Number of answers to each question in the n-best file."})
     max_answer_length: int = field(default=30, metadata={"help": "Largest number of tokens of an answer."})
@@ -56,7 +59,7 @@ class QuestionAnsweringArguments(FinetuningArguments):
         for name in ("max_seq_length", "n_best_size", "max_answer_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
-        if self.doc_stride < 0:
+        if self.doc_stride is not None and self.doc_stride < 0:
             raise ValueError(f"--doc_stride must be at least 0, but is {self.doc_stride}.")
 
     def run_class(self) -> type[FinetuningRun]:
@@ -90,13 +93,13 @@ class QuestionAnsweringRun(FinetuningRun):
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
-        args = self.args
+        length, stride = int(self.args.max_seq_length or 0), self.args.doc_stride
         return question_answering_dataset(
             dataset,
             self.tokenizer,
-            int(args.max_seq_length or 0),
+            length,
             self._has_answers(split, dataset),
-            args.doc_stride,
+            min(128, length // 3) if stride is None else stride,
             **self.row_options(split),
         )
 
@@ -166,8 +169,8 @@ class QuestionAnsweringRun(FinetuningRun):
             scores["best_f1"], threshold = best_threshold(answers.best_texts, right, answers.differences)
             if scores["best_f1"] > scores["f1"]:
                 self.accelerator.print(
-                    f"F1 of {self.where[split]} is {100 * scores['f1']:.1f}, and would be "
-                    f"{100 * scores['best_f1']:.1f} with --null_score_diff_threshold={threshold:.4g}."
+                    f"F1 of {self.where[split]} is {scores['f1']:.4g}, and would be {scores['best_f1']:.4g} with "
+                    f"--null_score_diff_threshold={threshold:.4g}."
                 )
         if split.startswith("validation") and self.accelerator.is_main_process:
             # SQuAD's test set is hidden: validation answers are written, too. Each evaluation replaces the last files.

@@ -88,6 +88,11 @@ def run_script(main: Callable[[], Any]) -> None:
     if _SAVE is not None and signal.getsignal(_SAVE) is signal.SIG_DFL:
         signal.signal(_SAVE, signal.SIG_IGN)
     main()
+    end_as_the_signal()
+
+
+def end_as_the_signal() -> None:
+    """Ends the process as the signal that ended a run would have ended it; returns if none did."""
     if Signals._ended_by == signal.SIGINT:
         # A shell leaves a loop only if Ctrl-C itself has ended the program, and Python does so after this exception.
         sys.excepthook = lambda *_: None
