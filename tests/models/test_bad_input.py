@@ -99,11 +99,6 @@ BAD_FIELDS = {
     ),
     "padding counted from the end": (NystromformerConfig, {"pad_token_id": -1}, "pad_token_id=-1 .*use one from 0 to"),
     "a norm of less than nothing": (LinformerConfig, {"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0 must not be"),
-    "no layers that keep states": (
-        LinearTransformerConfig,
-        {"is_decoder": True, "classifier_pooling": "last", "num_hidden_layers": 0},
-        "num_hidden_layers=0 does not fit is_decoder=True",
-    ),
     "unknown sharing": (LinformerConfig, {"share_projection": "all"}, "'all' is unknown: use one of none, headwise"),
     "unknown projection": (LinformerConfig, {"projection_type": "dct"}, "'dct' is unknown: use one of linear"),
     "decoder": (NystromformerConfig, {"is_decoder": True}, "is_decoder=False"),

@@ -240,6 +240,16 @@ def test_a_cache_is_filled_by_a_call_and_then_generates():
     assert torch.equal(greedy(model, ids, **{CACHE: cache}), greedy(model, ids))
 
 
+def test_a_model_without_layers_has_no_states():
+    model, (ids, mask) = make(num_hidden_layers=0), prompts()
+    assert not model.config.use_cache
+    assert greedy(model, ids, mask).shape == (2, 14 + NEW)
+    with pytest.raises(
+        ValueError, match=r"has no layer with a state of fixed size to continue from: use use_cache=False"
+    ):
+        model(ids, use_cache=True)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_cache_is_filled_by_a_call_that_returns_maps(implementation):
@@ -310,7 +320,7 @@ def test_the_softmax_control_generates_without_a_cache():
         for _ in range(NEW):
             alone = torch.cat([alone, model(alone).logits[:, -1:].argmax(-1)], dim=1)
         assert written[row, padding:].tolist() == alone[0].tolist()
-    with pytest.raises(ValueError, match=r"exact attention, and no state of fixed size.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"no layer with a state of fixed size.*use_cache=False"):
         model(ids, use_cache=True)
     with pytest.raises(ValueError, match=r"feature_map=None has no states to continue from.*give input_ids"):
         model.generate(inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=2, use_cache=False)

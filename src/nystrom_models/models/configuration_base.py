@@ -144,10 +144,6 @@ class BaseConfig(PreTrainedConfig):
             require_positive("embedding_size", self.embedding_size)
         if self.num_hidden_layers < 0:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must not be negative.")
-        if self.is_decoder and self.num_hidden_layers == 0:
-            raise ValueError(
-                "num_hidden_layers=0 does not fit is_decoder=True, whose layers keep the states: use 1 or more."
-            )
         heads, width = self.num_attention_heads, self.hidden_size
         if width % heads:
             raise ValueError(

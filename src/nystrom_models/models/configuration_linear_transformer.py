@@ -39,7 +39,7 @@ class LinearTransformerConfig(BaseConfig):
             `"first"`.
         attention_probs_dropout_prob (`float`, defaults to 0): must be 0: there are no attention weights to drop.
         use_cache (`bool`, *optional*): whether the causal model returns its states when it is not trained; if `None`,
-            it does if it has states (`feature_map` is not `None`).
+            it does if it has states: if `feature_map` is not `None`, and it has layers.
         The others: see `BaseConfig`.
 
     Raises `ValueError` for fields that contradict each other.
@@ -75,12 +75,12 @@ class LinearTransformerConfig(BaseConfig):
         if self.classifier_pooling is None:
             self.classifier_pooling = "last" if self.is_decoder else "first"
         if self.use_cache is None:
-            self.use_cache = self.feature_map is not None
+            self.use_cache = self.feature_map is not None and self.num_hidden_layers > 0
         super().__post_init__(**kwargs)
 
     @property
     def has_states(self) -> bool:
-        return self.is_decoder and self.feature_map is not None
+        return self.is_decoder and self.feature_map is not None and self.num_hidden_layers > 0
 
     def validate_architecture(self) -> None:
         """As `BaseConfig.validate_architecture`, with this family's own fields."""

@@ -75,7 +75,7 @@ def reject_cache(name: str, cache: Any, use_cache: bool | None, is_decoder: bool
     """Raises ValueError if a model called `name`, which has no states of fixed size, is given a cache."""
     reason = "is an encoder that sees the whole sequence"
     if is_decoder:
-        reason = "has exact attention, and no state of fixed size to continue from"
+        reason = "has no layer with a state of fixed size to continue from"
     for argument, value in ((CACHE, cache), ("use_cache", use_cache)):
         if value is not None and value is not False:
             remedy = "use use_cache=False" if is_decoder else f"leave {argument} out"
