@@ -8,7 +8,7 @@ Legend: B batch, H heads, N queries, K keys, D head size.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,35 +68,46 @@ class _AttentionWithDropout(torch.autograd.Function):
         key_gradient, value_gradient = (
             torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32)) for states in (key, value)
         )
+        keep_probability, scaling = _keep_probability(ctx.drawing[0]), query.shape[-1] ** -0.5
         with torch.autocast("cpu", enabled=False):
-            for block in _Blocks(query, key, mask, *ctx.drawing):
-                rows, queries, weights = block.rows, block.queries, block.weights
-                of_context = gradient[rows, :, queries] / block.keep_probability
-                kept = (weights * block.kept).to(value.dtype)
-                value_gradient[rows] += kept.mT @ of_context
+            for rows, queries, weights, kept in _blocks(query, key, mask, *ctx.drawing):
+                of_context = gradient[rows, :, queries] / keep_probability
+                value_gradient[rows] += (weights * kept).to(value.dtype).mT @ of_context
                 # Of the weights; then, through the softmax, of the scores.
-                changes = (of_context @ value[rows].mT).to(weights.dtype).mul_(block.kept).mul_(weights)
+                changes = (of_context @ value[rows].mT).to(weights.dtype).mul_(kept).mul_(weights)
                 changes.addcmul_(weights, changes.sum(dim=-1, keepdim=True), value=-1)
-                changes = changes.mul_(block.scaling).to(query.dtype)
+                changes = changes.mul_(scaling).to(query.dtype)
                 query_gradient[rows, :, queries] = changes @ key[rows]
                 key_gradient[rows] += changes.mT @ query[rows, :, queries]
         return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None, None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *drawing: Any) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, seed: int, block_size: int
+) -> Tensor:
     context = value.new_empty(*query.shape[:-1], value.shape[-1])
+    keep_probability = _keep_probability(dropout_p)
     with torch.autocast("cpu", enabled=False):
-        for block in _Blocks(query, key, mask, *drawing):
-            kept = (block.weights * block.kept).to(value.dtype)
-            context[block.rows, :, block.queries] = (kept @ value[block.rows]) / block.keep_probability
+        for rows, queries, weights, kept in _blocks(query, key, mask, dropout_p, seed, block_size):
+            context[rows, :, queries] = ((weights * kept).to(value.dtype) @ value[rows]) / keep_probability
     return context
 
 
-class _Blocks:
-    """The blocks of weights that are computed at once, one after the other.
+def _dropped_levels(dropout_p: float) -> int:
+    """The probability of dropping a weight, in units of 2⁻¹⁶."""
+    return max(1, round(dropout_p * _LEVELS))
 
-    weights: (b, H, n, K), softmax(query keyᵀ / √D). kept: the same shape and dtype, 0 where a weight is dropped,
-    else 1. rows, queries: the rows of the batch and the queries of this block.
+
+def _keep_probability(dropout_p: float) -> float:
+    """The divisor of the weights that are kept. If none is, the result is 0, not 0 / 0."""
+    return max(1, _LEVELS - _dropped_levels(dropout_p)) / _LEVELS
+
+
+class _Block(NamedTuple):
+    """A block of weights that are computed at once.
+
+    rows, queries: the rows of the batch and the queries of the block. weights: (b, H, n, K), softmax(query keyᵀ / √D).
+    kept: the same shape and dtype, 0 where a weight is dropped, else 1.
     """
 
     rows: slice
@@ -104,36 +115,30 @@ class _Blocks:
     weights: Tensor
     kept: Tensor
 
-    def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, seed: int, block_size: int):
-        self.query, self.key, self.mask, self.block_size = query, key, mask, block_size
-        self.scaling = query.shape[-1] ** -0.5
-        self.dropped_levels = max(1, round(dropout_p * _LEVELS))
-        # If none is kept, the result is 0, not 0 / 0.
-        self.keep_probability = max(1, _LEVELS - self.dropped_levels) / _LEVELS
-        self.generator = torch.Generator("cpu").manual_seed(seed)
 
-    def __iter__(self) -> Iterator["_Blocks"]:
-        batch, heads, length, _ = self.query.shape
-        of_query = max(1, heads * self.key.shape[2])
-        num_queries = max(1, min(length, self.block_size // of_query))
-        num_rows = max(1, self.block_size // (of_query * num_queries)) if num_queries == length else 1
-        for row in range(0, batch, num_rows):
-            self.rows = slice(row, row + num_rows)
-            for first in range(0, length, num_queries):
-                self.queries = slice(first, first + num_queries)
-                self._compute()
-                yield self
+def _blocks(
+    query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, seed: int, block_size: int
+) -> Iterator[_Block]:
+    """The blocks, one after the other; with the same seed and block size, the same ones."""
+    batch, heads, length, dim = query.shape
+    of_query = max(1, heads * key.shape[2])
+    num_queries = max(1, min(length, block_size // of_query))
+    num_rows = max(1, block_size // (of_query * num_queries)) if num_queries == length else 1
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for row in range(0, batch, num_rows):
+        rows = slice(row, row + num_rows)
+        for first in range(0, length, num_queries):
+            queries = slice(first, first + num_queries)
+            scores = (query[rows, :, queries] * dim**-0.5) @ key[rows].mT
+            if mask is not None:
+                scores.masked_fill_(~mask[rows], -torch.inf)
+            dtype = torch.promote_types(scores.dtype, torch.float32)
+            weights = torch.softmax(scores, dim=-1, dtype=dtype)
+            yield _Block(rows, queries, weights, _draw(scores.shape, _dropped_levels(dropout_p), generator).to(dtype))
 
-    def _compute(self) -> None:
-        scores = (self.query[self.rows, :, self.queries] * self.scaling) @ self.key[self.rows].mT
-        if self.mask is not None:
-            scores.masked_fill_(~self.mask[self.rows], -torch.inf)
-        dtype = torch.promote_types(scores.dtype, torch.float32)
-        self.weights = torch.softmax(scores, dim=-1, dtype=dtype)
-        self.kept = self._draw(scores.shape).to(dtype)
 
-    def _draw(self, shape: torch.Size) -> Tensor:
-        """True where a weight is kept. A random number of 64 bits decides on four weights."""
-        numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64, device="cpu")
-        levels = numbers.random_(-(2**63), None, generator=self.generator).view(torch.int16)
-        return (levels > self.dropped_levels - 1 - _LEVELS // 2)[: shape.numel()].view(shape)
+def _draw(shape: torch.Size, dropped_levels: int, generator: torch.Generator) -> Tensor:
+    """True where a weight is kept. A random number of 64 bits decides on four weights."""
+    numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64, device="cpu")
+    levels = numbers.random_(-(2**63), None, generator=generator).view(torch.int16)
+    return (levels > dropped_levels - 1 - _LEVELS // 2)[: shape.numel()].view(shape)

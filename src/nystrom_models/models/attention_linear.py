@@ -169,11 +169,11 @@ def causal_product(left: Tensor, right: Tensor, values: Tensor, state: Tensor) -
     Returns: (B, H, N, E) and (B, H, F, E), in the state's dtype.
     """
     if torch.is_grad_enabled() and supports_autograd_functions():
-        return _differentiable(left, right, values, state, False)
+        return _differentiable_product(left, right, values, state, False)
     return _causal_product(left, right, values, state, False)
 
 
-def _differentiable(
+def _differentiable_product(
     left: Tensor, right: Tensor, values: Tensor, state: Tensor, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     # torch.compile refuses functions with a `jvp`.
@@ -201,11 +201,12 @@ class _CausalProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, state_gradient: Tensor) -> tuple[Tensor | None, ...]:
         left, right, values, state = ctx.saved_tensors
         same, opposite = ctx.backwards, not ctx.backwards
-        product = _differentiable
         with maybe_autocast(device_type=left.device.type, enabled=False):
-            left_gradient, _ = product(gradient, values, right, state.transpose(-2, -1), same)
-            right_gradient, _ = product(values, gradient, left, state_gradient.transpose(-2, -1), opposite)
-            value_gradient, before = product(right, left, gradient, state_gradient, opposite)
+            left_gradient, _ = _differentiable_product(gradient, values, right, state.transpose(-2, -1), same)
+            right_gradient, _ = _differentiable_product(
+                values, gradient, left, state_gradient.transpose(-2, -1), opposite
+            )
+            value_gradient, before = _differentiable_product(right, left, gradient, state_gradient, opposite)
         return (
             left_gradient.to(left.dtype),
             right_gradient.to(right.dtype),
@@ -230,9 +231,11 @@ class _WithTangents(_CausalProduct):
         zeros = (torch.zeros_like(tensor) for tensor in (left, right, values, state))
         given = zip(tangents[:4], zeros, strict=True)
         left_, right_, values_, state_ = (zero if tangent is None else tangent for tangent, zero in given)
-        by_left, _ = _differentiable(left_, right, values, state, ctx.backwards)
-        by_right, final_by_right = _differentiable(left, right_, values, torch.zeros_like(state), ctx.backwards)
-        by_values, final_by_values = _differentiable(left, right, values_, state_, ctx.backwards)
+        by_left, _ = _differentiable_product(left_, right, values, state, ctx.backwards)
+        by_right, final_by_right = _differentiable_product(
+            left, right_, values, torch.zeros_like(state), ctx.backwards
+        )
+        by_values, final_by_values = _differentiable_product(left, right, values_, state_, ctx.backwards)
         return by_left + by_right + by_values, final_by_right + final_by_values
 
 

@@ -60,11 +60,11 @@ def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = N
     if not _HAS_ONEDNN or value.device.type != "cpu" or value.dtype == torch.float64:
         return F.conv2d(value, weight, padding=(weight.shape[2] // 2, 0), groups=weight.shape[0])
     if torch.is_grad_enabled() and (value.requires_grad or weight.requires_grad) and supports_autograd_functions():
-        return _differentiable(value, weight)
+        return _differentiable_convolution(value, weight)
     return _filter_tokens(value, weight)
 
 
-def _differentiable(value: Tensor, weight: Tensor) -> Tensor:
+def _differentiable_convolution(value: Tensor, weight: Tensor) -> Tensor:
     # torch.compile refuses functions with a `jvp`.
     function = _DepthwiseConvolution if torch.compiler.is_compiling() else _WithTangents
     return function.apply(value, weight)
@@ -123,7 +123,7 @@ class _DepthwiseConvolution(torch.autograd.Function):
         value, weight = ctx.saved_tensors
         value_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            value_gradient = _differentiable(gradient, weight.flip(2))
+            value_gradient = _differentiable_convolution(gradient, weight.flip(2))
         if ctx.needs_input_grad[1]:
             weight_gradient = _correlate(gradient, value, weight.shape[2]).to(weight.dtype)
         return value_gradient, weight_gradient
@@ -140,7 +140,7 @@ class _WithTangents(_DepthwiseConvolution):
     @staticmethod
     def jvp(ctx: Any, value_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
         value, weight = ctx.saved_tensors
-        return product_tangent(_differentiable, value, weight, value_tangent, weight_tangent)
+        return product_tangent(_differentiable_convolution, value, weight, value_tangent, weight_tangent)
 
 
 def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
