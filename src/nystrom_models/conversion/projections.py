@@ -43,10 +43,12 @@ class ProjectionPlace:
 
     @property
     def is_conv(self) -> bool:
+        """Whether it is a convolution's taps, and not a matrix."""
         return self.module.projection_type == "conv"
 
     @property
     def layers(self) -> list[int]:
+        """The layers that use it."""
         return sorted({layer for layer, _ in self.uses})
 
     @property

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 IGNORED = -100
 
 
-def without_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: int = IGNORED) -> Tensor:
+def ignore_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: int = IGNORED) -> Tensor:
     """The labels (B, N) of tokens, with `ignore_index` at padding."""
     return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, ignore_index)
 

@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_base import BaseConfig
 from .input_checks import reject_documents, require_labels, require_labels_of_tokens
 from .layers import activation
-from .losses import cross_entropy, mean, without_padding
+from .losses import cross_entropy, ignore_padding, mean
 from .modeling_base import BaseModelOutput, BasePreTrainedModel
 
 # ---- parts ----
@@ -133,7 +133,7 @@ class BaseWithLMHead(BasePreTrainedModel):
         if labels is not None:
             require_labels_of_tokens(labels, states)
             require_labels(labels, self.config.vocab_size, "labels", "vocab_size", ignore)
-            labels = without_padding(labels, attention_mask, ignore).to(states.device)
+            labels = ignore_padding(labels, attention_mask, ignore).to(states.device)
         places = None
         if labels is not None and self.config.sparse_prediction:
             counted = labels.flatten() != ignore
@@ -255,7 +255,7 @@ class BaseForPreTraining(BaseWithLMHead):
             require_labels(sentence_order_label, 2, "sentence_order_label")
             sop_loss = cross_entropy(sop_logits, sentence_order_label)
             if num_items_in_batch is not None and labels is not None:
-                counted = without_padding(labels, attention_mask, self.config.sparse_pred_ignore_index)
+                counted = ignore_padding(labels, attention_mask, self.config.sparse_pred_ignore_index)
                 share = mean((counted != self.config.sparse_pred_ignore_index).sum(), 1, num_items_in_batch)
                 sop_loss = sop_loss * share.to(sop_loss.device)
         losses = [loss for loss in (mlm_loss, sop_loss) if loss is not None]

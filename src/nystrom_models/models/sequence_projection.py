@@ -46,6 +46,7 @@ class SequenceProjection(nn.Module):
             self.weight = nn.Parameter(torch.empty(shape if num_heads is None else (num_heads, *shape)))
 
     def initialize_parameters(self) -> None:
+        """Draws the weights, if there are any: normal, or uniform if they must not be negative."""
         if self.weight is None:
             return
         if self.slots_of_heads is not None:

@@ -26,7 +26,7 @@ from .input_checks import (
     require_pairs,
 )
 from .layers import activation
-from .losses import IGNORED, binary_cross_entropy, cross_entropy, squared_error, without_padding
+from .losses import IGNORED, binary_cross_entropy, cross_entropy, ignore_padding, squared_error
 from .modeling_base import BasePreTrainedModel
 from .pooling import pool
 
@@ -185,7 +185,7 @@ class BaseForTokenClassification(BasePreTrainedModel):
         if labels is not None:
             require_labels_of_tokens(labels, logits)
             require_labels(labels, self.num_labels, "labels", "num_labels")
-            loss = cross_entropy(logits, without_padding(labels, attention_mask), num_items_in_batch)
+            loss = cross_entropy(logits, ignore_padding(labels, attention_mask), num_items_in_batch)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
