@@ -210,7 +210,7 @@ BAD_CALLS = {
     "causal call": ({"input_ids": IDS, "is_causal": True}, "is_causal is for decoders"),
     "a cache of keys": (
         {"input_ids": IDS, "past_key_values": DynamicCache()},
-        rf"{CACHE} is for models with recurrent states.*PEFT's prefix tuning gives it",
+        rf"{CACHE} is for models with recurrent states.*PEFT's prefix tuning gives it as past_key_values",
     ),
     "cache": (
         {"input_ids": IDS, "use_cache": True},

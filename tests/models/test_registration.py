@@ -47,6 +47,7 @@ nystrom_models.unregister()
 
 nystrom_models.register()
 assert type(AutoModel.from_pretrained("saved")) is ours
+assert "linear_transformer" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 assert nystrom_models.LinformerConfig in TOKENIZER_MAPPING
 """
 

@@ -124,7 +124,7 @@ def _blocks(
     of_query = max(1, heads * key.shape[2])
     num_queries = max(1, min(length, block_size // of_query))
     num_rows = max(1, block_size // (of_query * num_queries)) if num_queries == length else 1
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator, dropped_levels = torch.Generator("cpu").manual_seed(seed), _dropped_levels(dropout_p)
     for row in range(0, batch, num_rows):
         rows = slice(row, row + num_rows)
         for first in range(0, length, num_queries):
@@ -134,7 +134,7 @@ def _blocks(
                 scores.masked_fill_(~mask[rows], -torch.inf)
             dtype = torch.promote_types(scores.dtype, torch.float32)
             weights = torch.softmax(scores, dim=-1, dtype=dtype)
-            yield _Block(rows, queries, weights, _draw(scores.shape, _dropped_levels(dropout_p), generator).to(dtype))
+            yield _Block(rows, queries, weights, _draw(scores.shape, dropped_levels, generator).to(dtype))
 
 
 def _draw(shape: torch.Size, dropped_levels: int, generator: torch.Generator) -> Tensor:

@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from .batch import find_documents, first_of_document
 from .configuration_base import BaseConfig
 from .input_checks import require_labels, require_labels_of_tokens, require_one_input
-from .losses import IGNORED
+from .losses import IGNORED, at_least_one
 from .modeling_base import BasePreTrainedModel
 from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
 from .token_layout import positions_by_rank, token_ranks
@@ -122,11 +122,9 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
                     mask = None if attention_mask is None else attention_mask != 0
                     labels = labels.masked_fill(first_of_document(seq_idx, mask), IGNORED)
                 targets = next_labels(labels, attention_mask)
-            count = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-            # 0 instead of 0 / 0 where no label counts.
-            num_items_in_batch = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+            count = at_least_one((targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
             loss = self.loss_function(
-                logits, None, self.config.vocab_size, num_items_in_batch=num_items_in_batch, shift_labels=targets
+                logits, None, self.config.vocab_size, num_items_in_batch=count, shift_labels=targets
             )
         return CausalLMOutputWithPast(
             loss=loss,

@@ -212,8 +212,8 @@ def reject_documents(arguments: dict[str, Any], what: str, position_ids: Tensor 
         given.append("position_ids that start again")
     if given:
         raise ValueError(
-            f"{given[0]}: a row holds several documents, but this model predicts one {what} for each row. Give each "
-            "document a row of its own."
+            f"{given[0]}: there are several documents in a row, but this model predicts one {what} for each row: give "
+            "each document a row of its own."
         )
 
 

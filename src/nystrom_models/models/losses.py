@@ -60,6 +60,10 @@ def mean(total: Tensor, count: Tensor | int, num_items_in_batch: Tensor | int | 
     """A sum over labels, divided by their number, or by `num_items_in_batch` if it is given; 0 if that is 0."""
     if num_items_in_batch is not None:
         count = num_items_in_batch
-    if isinstance(count, Tensor):
-        return total / count.to(total.device).clamp_min(1)
-    return total / max(count, 1)
+    count = at_least_one(count)
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def at_least_one(count: Tensor | int) -> Tensor | int:
+    """A number of labels as a divisor: 1 where there are none, so that their loss is 0 instead of 0 / 0."""
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
