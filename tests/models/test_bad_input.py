@@ -231,6 +231,13 @@ def test_call_is_refused(option, name):
         make_model(option, "ForMaskedLM")(**inputs)
 
 
+@pytest.mark.parametrize("name", sorted(BAD_CALLS.keys() - {"causal call", "a cache of keys", "cache"}))
+def test_call_of_a_causal_model_is_refused(name):
+    inputs, message = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        make_model("linear-causal", "ForCausalLM")(**inputs)
+
+
 def test_misspelt_argument_is_refused():
     with pytest.raises(TypeError, match=r"unexpected argument 'mask'.*attention_mask"):
         make_model("linformer-layerwise")(IDS, mask=torch.ones(1, 10))

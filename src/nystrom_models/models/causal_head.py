@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .batch import find_documents, first_of_document
 from .configuration_base import BaseConfig
-from .input_checks import require_labels, require_labels_of_tokens, require_one_input
+from .input_checks import input_shape, require_labels, require_labels_of_tokens, require_one_input
 from .losses import IGNORED, at_least_one
 from .modeling_base import BasePreTrainedModel
 from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
@@ -90,8 +90,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         cache = given_cache(cache, past_key_values)
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         may_restart = attention_mask is None and cache is None and not use_cache
-        batch, length = require_one_input(input_ids, inputs_embeds).shape[:2]
-        seq_idx = find_documents((batch, length), seq_idx, cu_seq_lens_q, position_ids if may_restart else None)
+        shape = input_shape(self.config, require_one_input(input_ids, inputs_embeds))
+        seq_idx = find_documents(shape, seq_idx, cu_seq_lens_q, position_ids if may_restart else None)
         if use_cache is None:
             keeps = self.config.use_cache and not self.training and seq_idx is None
             use_cache = keeps or cache is not None

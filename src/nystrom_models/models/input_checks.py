@@ -100,19 +100,8 @@ def require_pairs(inputs: Tensor, dimensions: int) -> None:
         )
 
 
-def check_inputs(
-    config: BaseConfig,
-    inputs: Tensor,
-    token_type_ids: Tensor | None,
-    position_ids: Tensor | None,
-    num_embeddings: int,
-    seen: Tensor | None = None,
-) -> tuple[int, int]:
-    """The batch size and length of inputs: token ids (B, N) or embeddings (B, N, C). Raises ValueError for others.
-    Their length is checked by `check_length`.
-
-    num_embeddings: rows of the table of words. seen: (B, 2) int64, the earlier tokens that a cache has counted.
-    """
+def input_shape(config: BaseConfig, inputs: Tensor) -> tuple[int, int]:
+    """The batch size and length of inputs: token ids (B, N) or embeddings (B, N, C). Raises ValueError for others."""
     if inputs.dim() not in (2, 3):
         raise ValueError(
             f"input_ids must be (batch, length) and inputs_embeds (batch, length, {config.embedding_width}): got a "
@@ -124,7 +113,25 @@ def check_inputs(
             f"inputs_embeds have shape {tuple(inputs.shape)}, but must be as wide as the model's embeddings, "
             f"{field}={config.embedding_width}."
         )
-    batch, length = inputs.shape[:2]
+    return inputs.shape[0], inputs.shape[1]
+
+
+def check_inputs(
+    config: BaseConfig,
+    inputs: Tensor,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    num_embeddings: int,
+    seen: Tensor | None = None,
+) -> tuple[int, int]:
+    """The batch size and length of inputs. Raises ValueError for those that the model cannot take, but for their
+    length, which is checked by `check_length`.
+
+    inputs: (B, N) int64 token ids, or (B, N, C) embeddings.
+
+    num_embeddings: rows of the table of words. seen: (B, 2) int64, the earlier tokens that a cache has counted.
+    """
+    batch, length = input_shape(config, inputs)
     limit = config.max_position_embeddings
     if seen is not None and seen.shape[0] != batch:
         raise ValueError(
