@@ -189,8 +189,33 @@ def test_what_cannot_be_kept_apart_is_refused():
     for options in ({"use_cache": True}, {"output_attentions": True}):
         with pytest.raises(ValueError, match="caches and attention maps do not fit"):
             model(ids, seq_idx=torch.zeros_like(ids), **options)
-    with pytest.raises(Exception, match="a graph cannot do"):
+    with pytest.raises(Exception, match="compile without fullgraph=True"):
         torch.compile(model, backend="eager", fullgraph=True)(ids, seq_idx=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match=r"exported graphs and .* cannot do"):
+        torch.export.export(model, (ids,), {"seq_idx": torch.zeros_like(ids)})
+
+
+@pytest.mark.parametrize("option", ["linear-causal", pytest.param("nystromformer-landmarks", marks=pytest.mark.slow)])
+def test_a_compiled_model_keeps_documents_apart(option):
+    """At any lengths, with padding and without, by both names; in training."""
+    model = language_model(option, num_hidden_layers=1)
+    compiled = torch.compile(model, backend="eager")
+    first, second = torch.randint(3, 99, (2, 30)), torch.randint(3, 99, (3, 41))
+    mask = torch.rand(3, 41) < 0.8
+    lengths = torch.tensor([0, 7, 30, 31, 60], dtype=torch.int32)
+    for inputs in (
+        {"input_ids": first, "cu_seq_lens_q": lengths},
+        {"input_ids": second, "seq_idx": (torch.rand(3, 41) < 0.2).cumsum(1), "attention_mask": mask.long()},
+    ):
+        found = []
+        for run in (model, compiled):
+            model.zero_grad()
+            outputs = run(**inputs, labels=inputs["input_ids"])
+            outputs.loss.backward()
+            gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            found.append((outputs.logits.detach(), torch.cat(gradients)))
+        for one, other in zip(*found, strict=True):
+            assert relative_error(other, one) < TOLERANCE[torch.float32]
 
 
 def test_a_graph_does_not_mix_documents_whose_positions_start_again():

@@ -244,7 +244,13 @@ def test_lora_with_trained_tokens(option, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "packing", [{"padding_free": True}, {"packing": True}], ids=lambda options: next(iter(options))
+    "packing",
+    [
+        {"padding_free": True},
+        {"packing": True},
+        {"torch_compile": True, "torch_compile_backend": "eager", "packing": True},
+    ],
+    ids=lambda options: next(iter(options)),
 )
 def test_supervised_fine_tuning_with_trl(packing, tokenizer, tmp_path):
     """Texts of a row do not see each other: the loss is that of padded rows. The row may be longer than a text may."""

@@ -250,8 +250,8 @@ def find_documents(
         position_ids: (B, N), those of packed documents start again; None if they do not tell.
 
     Raises ValueError for lengths of other rows, and if they contradict `seq_idx`. A graph of torch.compile cannot
-    divide rows: it raises RuntimeError when it runs with `position_ids` that start again. An exported graph does not
-    notice them.
+    decide by `position_ids`: it raises RuntimeError when it runs with some that start again. An exported graph does
+    not notice them.
     """
     if cu_seq_lens is not None:
         check_cumulative_lengths(cu_seq_lens, shape)
@@ -267,13 +267,14 @@ def find_documents(
         if is_compiling():
             torch._assert_async(
                 ~restarts.any(),
-                "position_ids start again within a row, so it holds several documents, which a graph cannot keep "
-                "apart: call the model without compiling.",
+                "position_ids start again within a row, so it holds several documents, which a compiled model knows "
+                "only by seq_idx or cu_seq_lens_q: give one of them.",
             )
         return None
     return restarts.cumsum(dim=-1).expand(shape) if restarts.any() else None
 
 
+@torch.compiler.disable(reason="the layout of packed rows depends on their documents: compile without fullgraph=True")
 def _by_document(mask: Tensor | None, documents: Tensor) -> Batch:
     """One row for each document, with its valid tokens; packed states."""
     shape = (documents.shape[0], documents.shape[1])

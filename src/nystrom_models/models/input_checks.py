@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from .configuration_base import BaseConfig
 from .recurrent_cache import CACHE
-from .tracing import can_read_values
+from .tracing import can_read_values, is_compiling
 
 logger = logging.get_logger(__name__)
 
@@ -244,10 +244,10 @@ def check_documents(seq_idx: Tensor, shape: tuple[int, int], has_cache: bool, ou
             "seq_idx, cu_seq_lens_q, or position_ids that restart, make a row of each document, so that caches and "
             "attention maps do not fit: use use_cache=False and output_attentions=False, or one document in each row."
         )
-    if not can_read_values(seq_idx):
+    if not can_read_values(seq_idx) and not is_compiling():
         raise ValueError(
-            "The documents of packed rows (seq_idx, cu_seq_lens_q) must be read, which a graph cannot do: call the "
-            "model without compiling."
+            "The documents of packed rows (seq_idx, cu_seq_lens_q) must be read, which exported graphs and "
+            "torch.func.vmap cannot do: give them rows of one document."
         )
 
 
