@@ -275,6 +275,17 @@ def test_long_prompts_are_read_in_parts(option, size):
     assert torch.equal(greedy(model, first.sequences, whole, **more), expected)
 
 
+@pytest.mark.parametrize("option", [*OPTIONS, "linear-causal_softmax"])
+def test_parts_of_a_prompt_need_a_cache(option):
+    """Without one, only the last part would be read. A prompt of one part needs none."""
+    model = make(option)
+    ids, mask = prompts()
+    with pytest.raises(ValueError, match=r"prefill_chunk_size .* only a cache keeps"):
+        greedy(model, ids, mask, use_cache=False, prefill_chunk_size=4)
+    whole = greedy(model, ids, mask, use_cache=False)
+    assert torch.equal(greedy(model, ids, mask, use_cache=False, prefill_chunk_size=14), whole)
+
+
 def test_generation_from_embeddings():
     model = make()
     ids, mask = prompts()

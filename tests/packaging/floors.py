@@ -24,7 +24,7 @@ except ImportError:  # Python 3.10, for which pytest brings the same
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "floors"
 # What the tests themselves need, as in the development environment.
-TESTING = ("hypothesis", "pytest", "pytest-xdist", "PyYAML")
+TESTING = ("hypothesis", "openvino", "pytest", "pytest-xdist", "PyYAML")
 KERNELS = "tests/kernels"  # with the Triton that the lowest PyTorch brings
 TESTS = (
     KERNELS,

@@ -195,6 +195,11 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         mask = model_kwargs.get("attention_mask")
         before = 0 if mask is None else mask.shape[1] - given
         size = generation_config.prefill_chunk_size or given - start
+        if size < given - start and model_kwargs.get(CACHE) is None:
+            raise ValueError(
+                "prefill_chunk_size reads the prompt in parts, and only a cache keeps what was read: use "
+                "use_cache=True, if the model has states, or prefill_chunk_size=None."
+            )
         for first in range(start, given, size):
             last = min(first + size, given)
             part = dict(model_kwargs)
