@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -423,6 +424,20 @@ def test_a_finished_model_is_scored_and_predicts_without_training(mrpc, checkpoi
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "turned")
     turned, _ = run(str(tmp_path / "turned"), tmp_path / "again", "--task_name", "mrpc", *files, "--no_do_train")
     assert turned["validation"] == pytest.approx(results["validation"], rel=1e-5)
+    # Trained on, by a step that changes next to nothing, it keeps its order.
+    step = "--max_train_steps 1 --learning_rate 1e-9 --warmup_ratio 0 --config_overrides".split()
+    step.append("hidden_dropout_prob=0,attention_probs_dropout_prob=0")
+    further, _ = run(str(tmp_path / "turned"), tmp_path / "further", *options, *step)
+    assert further["validation"] == pytest.approx(results["validation"], rel=1e-3)
+    output = tmp_path / "further" / "output"
+    assert (output / "MRPC.tsv").read_text() == (folder / "MRPC.tsv").read_text()
+    assert AutoConfig.from_pretrained(output).id2label == model.config.id2label
+    # So it does on labels by name, which are sorted for a new model.
+    named = [row | {"label": ("not_equivalent", "equivalent")[row["label"]]} for row in pairs(70)]
+    named = [text for split in ("train", "validation") for text in (f"--{split}_file", write_rows(named))]
+    further, _ = run(str(folder), tmp_path / "named", *named, "--text_column_names", "sentence1", "sentence2", *step)
+    assert further["validation"]["accuracy"] == 1.0
+    assert further["validation"]["loss"] == pytest.approx(results["validation"]["loss"], rel=1e-3)
     # A model that was not fine-tuned would predict at random.
     with pytest.raises(ValueError, match=r"--no_do_train needs a model that was fine-tuned.*classifier"):
         run(checkpoint, tmp_path, "--task_name", "mrpc", *files, "--no_do_train")

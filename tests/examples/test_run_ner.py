@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import run_ner
-from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
+import torch
+from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 from tests.training import processes
 
@@ -98,6 +99,26 @@ def test_a_finished_model_scores_its_own_predictions_as_right(trained, tmp_path)
     results = run(f"{folder}/output", tmp_path, *options)
     assert results["test"]["f1"] == results["test"]["blame_recall"] == results["test"]["praise_precision"] == 1.0
     assert predictions(tmp_path) == predictions(folder)
+
+
+def test_a_finished_model_that_is_trained_on_keeps_the_order_of_its_labels(trained, rows, write_rows, tmp_path):
+    """As models of the Hub have it: O first."""
+    model = AutoModelForTokenClassification.from_pretrained(trained[0] / "output")
+    names = list(model.config.id2label.values())
+    turned = sorted(names, reverse=True)
+    with torch.no_grad():
+        for parameter in model.classifier.parameters():
+            parameter.copy_(parameter[[names.index(name) for name in turned]])
+    model.config.id2label = dict(enumerate(turned))
+    model.save_pretrained(tmp_path / "turned")
+    AutoTokenizer.from_pretrained(trained[0] / "output").save_pretrained(tmp_path / "turned")
+    options = ["--train_file", write_rows(rows(60)), "--validation_file", write_rows(rows(20, seed=500))]
+    options += (
+        "--text_column_name tokens --label_column_name ner_tags --max_train_steps 1 --learning_rate 1e-9".split()
+    )
+    results = run(str(tmp_path / "turned"), tmp_path, *options)
+    assert results["validation"]["f1"] == pytest.approx(trained[1]["validation"]["f1"], abs=1e-3)
+    assert list(AutoConfig.from_pretrained(tmp_path / "output").id2label.values()) == turned
 
 
 def test_a_conll_file_of_words_alone_is_predicted(trained, tmp_path):

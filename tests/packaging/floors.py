@@ -76,7 +76,7 @@ def pinned(names: tuple[str, ...]) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Installs and tests; returns pytest's exit code."""
     python = FOLDER / "bin" / "python"
-    lowest = floors(("train", "onnx"))
+    lowest = floors(("train", "onnx", "lora"))
     # What builds the package for a test of the wheel: PyTorch says which of its versions can be installed.
     build = pyproject()["build-system"]["requires"]
     requirements = [*(f"{name}=={version}" for name, version in lowest.items()), *pinned(TESTING), *build]

@@ -64,8 +64,17 @@ def require_tags(dataset: Dataset, text_column: str, label_column: str, where: s
 
 
 def tag_values(feature: Any, tags: Sequence[Any], names: Sequence[str] | None) -> list[str]:
-    """The labels of a row by name: numbers are those of the `ClassLabel` that `feature` is, or of `names`."""
+    """The labels of a row by name: numbers are those of the `ClassLabel` that `feature` is, or of `names`.
+
+    Raises:
+        ValueError: for numbers that are none of a `ClassLabel`.
+    """
     if isinstance(feature, ClassLabel):
+        if unknown := {tag for tag in tags if not 0 <= tag < len(feature.names)}:
+            raise ValueError(
+                f"The labels {sorted(unknown)} are none of the numbers 0 to {len(feature.names) - 1} of "
+                f"{feature.names}: correct them, or, if the labels of a test set are hidden, remove their column."
+            )
         return [feature.names[tag] for tag in tags]
     if names is not None:
         return [names[tag] if isinstance(tag, int) and 0 <= tag < len(names) else str(tag) for tag in tags]

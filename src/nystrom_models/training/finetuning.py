@@ -121,6 +121,13 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
         """The part of the run that depends on the task."""
 
 
+def in_own_order(config: Any, names: list[str]) -> list[str]:
+    """Names of classes in the order of the model's classifier, if its configuration names the same ones: it was
+    trained for them, and goes on with them. Else as given."""
+    own = [config.id2label[i] for i in range(config.num_labels)]
+    return own if sorted(own) == sorted(names) else names
+
+
 def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Configuration and tokenizer of the pretrained model; or of a new one, for this vocabulary and special tokens."""
     remote = {"trust_remote_code": args.trust_remote_code}

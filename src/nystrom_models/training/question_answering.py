@@ -170,7 +170,7 @@ class QuestionAnsweringRun(FinetuningRun):
             if scores["best_f1"] > scores["f1"]:
                 self.accelerator.print(
                     f"F1 of {self.where[split]} is {scores['f1']:.4g}, and would be {scores['best_f1']:.4g} with "
-                    f"--null_score_diff_threshold={threshold:.4g}."
+                    f"--null_score_diff_threshold={threshold}."
                 )
         if split.startswith("validation") and self.accelerator.is_main_process:
             # SQuAD's test set is hidden: validation answers are written, too. Each evaluation replaces the last files.

@@ -26,7 +26,7 @@ from ..data.classification import (
 )
 from ..data.loading import eval_dataloader
 from ..data.metrics import load_metric
-from .finetuning import FinetuningArguments, FinetuningRun
+from .finetuning import FinetuningArguments, FinetuningRun, in_own_order
 from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
 from .scores import predict
 
@@ -241,7 +241,8 @@ class TextClassificationRun(FinetuningRun):
         """As `FinetuningRun.set_classes`."""
         if self.accelerator.is_main_process:
             load_metric(self.task.metric)  # now, because its cache may not be writable
-        self.order: list[int] | None = None  # of the model's classes, if it differs from the task's
+        # For each class of the task, that of the model; None if they are the same.
+        self.order: list[int] | None = None
         self.ids, self.label_names = self._head(splits["train"]) if self.args.do_train else self._own_head()
         self.labelled = {
             split for split in splits if not split.startswith("test") or _has_labels(splits[split], self.task)
@@ -254,8 +255,14 @@ class TextClassificationRun(FinetuningRun):
             config.num_labels, config.problem_type = 1, "regression"
             return None, []
         ids, names = task_classes(task, train_set)
-        config.id2label = dict(enumerate(names))
-        config.label2id = {name: i for i, name in enumerate(names)}
+        own = in_own_order(config, names)
+        ids = {label: own.index(names[i]) for label, i in ids.items()}
+        if task.label_names is None:
+            names = own
+        elif own != names:
+            self.order = [own.index(name) for name in names]
+        config.id2label = dict(enumerate(own))
+        config.label2id = {name: i for i, name in enumerate(own)}
         config.problem_type = "multi_label_classification" if task.multi_label else "single_label_classification"
         return ids, names
 
@@ -330,6 +337,8 @@ class TextClassificationRun(FinetuningRun):
         # All windows of a document have its label.
         first = torch.cat([torch.ones(1, dtype=torch.bool), documents[1:] != documents[:-1]])
         labels = torch.tensor(list(rows["labels"]))[first]
+        if self.order is not None and self.args.do_train:  # else they are those of the task
+            labels = torch.tensor(self.order).argsort()[labels]
         with self.accelerator.main_process_first():
             return logits, evaluate_predictions(self.task, logits, labels)
 

@@ -24,7 +24,7 @@ from ..data.token_classification import (
     tag_values,
     token_classification_dataset,
 )
-from .finetuning import FinetuningArguments, FinetuningRun
+from .finetuning import FinetuningArguments, FinetuningRun, in_own_order
 from .objectives import Batch, ClassificationObjective, Objective
 
 # Outside of all entities.
@@ -145,7 +145,7 @@ class TokenClassificationRun(FinetuningRun):
                     names = [*names, *new]
         if len(names) < 2:
             raise ValueError(f"The train set has only one label, {names}: there is nothing to learn.")
-        return names
+        return in_own_order(self.config, names)
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
