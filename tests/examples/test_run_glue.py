@@ -185,6 +185,7 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--task_name all --no_do_train", "leave out --push_to_hub and --no_do_train"),
         ("--no_do_train", "--validation_file or --test_file"),
         ("--multi_label --do_regression", "not both"),
+        ("--multi_label --label_delimiter=", "--label_delimiter must not be empty"),
         ("--keep_best_only", "of a --grid"),
         ("--eval_strategy no --load_best_model_at_end", "--eval_strategy epoch"),
         (

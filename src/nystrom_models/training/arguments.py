@@ -163,6 +163,10 @@ class RunArguments(CheckpointArguments):
         for name in ("logging_steps", "eval_steps", "early_stopping_patience"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, but is {value}.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must lie between 0 and {2**32 - 1}, but is {self.seed}.")
+        if not self.early_stopping_threshold >= 0:
+            raise ValueError(f"--early_stopping_threshold must be at least 0, but is {self.early_stopping_threshold}.")
         if self.dataloader_num_workers is not None and self.dataloader_num_workers < 0:
             raise ValueError(f"--dataloader_num_workers must be at least 0, but is {self.dataloader_num_workers}.")
         if (self.eval_strategy == "steps") != (self.eval_steps is not None):

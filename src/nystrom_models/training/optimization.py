@@ -2,6 +2,7 @@
 """The optimizer and learning-rate schedule of BERT-style training."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,6 +103,8 @@ class OptimizationArguments:
         for name in ("learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be positive, but is {getattr(self, name)}.")
+        if math.isinf(self.learning_rate):
+            raise ValueError(f"--learning_rate must be finite, but is {self.learning_rate}.")
         _schedule(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=self.learning_rate), self, 1, 10)
 
     def schedule_options(self) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class PretrainingArguments(LoraArguments, TeacherArguments, LanguageModelingArgu
         LanguageModelingArguments.__post_init__(self)
         TeacherArguments.__post_init__(self)
         LoraArguments.__post_init__(self)
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ValueError(f"--pad_to_multiple_of must be at least 1, but is {self.pad_to_multiple_of}.")
         if self.lora_r is not None and self.model_name_or_path is None:
             raise ValueError("--lora_r needs a trained model: give --model_name_or_path.")
         if not self.do_train and self.teacher_model_name_or_path is not None:

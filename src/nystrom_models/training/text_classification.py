@@ -82,6 +82,8 @@ class TextClassificationArguments(FinetuningArguments, TextColumnArguments):
         super().__post_init__()
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"--max_length must be at least 1, but is {self.max_length}.")
+        if not self.label_delimiter:
+            raise ValueError("--label_delimiter must not be empty: it separates the labels of a text, such as ','.")
         if self.do_regression and self.multi_label:
             raise ValueError("A label is a number (--do_regression) or several classes (--multi_label), not both.")
         if self.doc_stride < 0:
