@@ -64,18 +64,10 @@ def require_tags(dataset: Dataset, text_column: str, label_column: str, where: s
 
 
 def tag_values(feature: Any, tags: Sequence[Any], names: Sequence[str] | None) -> list[str]:
-    """The labels of a row by name: numbers are those of the `ClassLabel` that `feature` is, or of `names`.
-
-    Raises:
-        ValueError: for numbers that are none of a `ClassLabel`.
-    """
+    """The labels of a row by name: numbers are those of the `ClassLabel` that `feature` is, or of `names`. Others are
+    their own names, such as -1, for which `token_classification_dataset` raises ValueError."""
     if isinstance(feature, ClassLabel):
-        if unknown := {tag for tag in tags if not 0 <= tag < len(feature.names)}:
-            raise ValueError(
-                f"The labels {sorted(unknown)} are none of the numbers 0 to {len(feature.names) - 1} of "
-                f"{feature.names}: correct them, or, if the labels of a test set are hidden, remove their column."
-            )
-        return [feature.names[tag] for tag in tags]
+        names = feature.names
     if names is not None:
         return [names[tag] if isinstance(tag, int) and 0 <= tag < len(names) else str(tag) for tag in tags]
     return list(tags)
@@ -203,7 +195,8 @@ def _check_names(dataset: Dataset, task: TokenTask, label_names: Sequence[str], 
         if unknown:
             raise ValueError(
                 f"The column {task.label_column!r} of {where} contains {sorted(unknown)} in row {number}, not among "
-                f"the labels {list(label_names)}."
+                f"the labels {list(label_names)}: correct them, or, if the labels of a test set are hidden, remove "
+                "their column."
             )
 
 

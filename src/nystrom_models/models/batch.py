@@ -274,7 +274,7 @@ def find_documents(
     return restarts.cumsum(dim=-1).expand(shape) if restarts.any() else None
 
 
-@torch.compiler.disable(reason="the layout of packed rows depends on their documents: compile without fullgraph=True")
+@torch.compiler.disable(reason="packed rows must be read, which a graph cannot do: compile without fullgraph=True")
 def _by_document(mask: Tensor | None, documents: Tensor) -> Batch:
     """One row for each document, with its valid tokens; packed states."""
     shape = (documents.shape[0], documents.shape[1])

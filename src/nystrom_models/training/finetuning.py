@@ -121,10 +121,15 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
         """The part of the run that depends on the task."""
 
 
+def class_names(config: Any) -> list[str]:
+    """The names of a model's classes, in the order of their ids."""
+    return [config.id2label[i] for i in range(config.num_labels)]
+
+
 def in_own_order(config: Any, names: list[str]) -> list[str]:
     """Names of classes in the order of the model's classifier, if its configuration names the same ones: it was
     trained for them, and goes on with them. Else as given."""
-    own = [config.id2label[i] for i in range(config.num_labels)]
+    own = class_names(config)
     return own if sorted(own) == sorted(names) else names
 
 

@@ -26,7 +26,7 @@ from ..data.classification import (
 )
 from ..data.loading import eval_dataloader
 from ..data.metrics import load_metric
-from .finetuning import FinetuningArguments, FinetuningRun, in_own_order
+from .finetuning import FinetuningArguments, FinetuningRun, class_names, in_own_order
 from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
 from .scores import predict
 
@@ -243,34 +243,41 @@ class TextClassificationRun(FinetuningRun):
         """As `FinetuningRun.set_classes`."""
         if self.accelerator.is_main_process:
             load_metric(self.task.metric)  # now, because its cache may not be writable
-        # For each class of the task, that of the model; None if they are the same.
-        self.order: list[int] | None = None
+        self.order: list[int] | None = None  # for each class of the task, that of the model, if they differ
         self.ids, self.label_names = self._head(splits["train"]) if self.args.do_train else self._own_head()
         self.labelled = {
             split for split in splits if not split.startswith("test") or _has_labels(splits[split], self.task)
         }
 
     def _head(self, train_set: Dataset) -> tuple[dict[Any, int] | None, list[str]]:
-        """Ids by label and the labels' names, which are also set in the configuration."""
+        """The model's ids by label, and the names of the logits that `score` returns. The configuration gets the
+        model's classes."""
         task, config = self.task, self.config
         if task.regression:
             config.num_labels, config.problem_type = 1, "regression"
             return None, []
         ids, names = task_classes(task, train_set)
         own = in_own_order(config, names)
-        ids = {label: own.index(names[i]) for label, i in ids.items()}
-        if task.label_names is None:
-            names = own
-        elif own != names:
-            self.order = [own.index(name) for name in names]
         config.id2label = dict(enumerate(own))
         config.label2id = {name: i for i, name in enumerate(own)}
         config.problem_type = "multi_label_classification" if task.multi_label else "single_label_classification"
+        return self._ordered(ids, names, own)
+
+    def _ordered(
+        self, ids: Mapping[Any, int], names: list[str], own: list[str]
+    ) -> tuple[dict[Any, int] | None, list[str]]:
+        """The same, for ids in the order of `names` and a model whose classes are in the order `own`. The classes of a
+        task that names them stay in its order for metrics and predictions."""
+        ids = {label: own.index(names[i]) for label, i in ids.items()}
+        if self.task.label_names is None:
+            return ids, own
+        if own != names:
+            self.order = [own.index(name) for name in names]
         return ids, names
 
     def _own_head(self) -> tuple[dict[Any, int] | None, list[str]]:
         """The same for a finished model. Its classes may be in another order than the task's."""
-        names = [self.config.id2label[i] for i in range(self.config.num_labels)]
+        names = class_names(self.config)
         check_kind(self.task, self.config.problem_type, len(names))
         if self.task.regression:
             return None, []
@@ -280,11 +287,10 @@ class TextClassificationRun(FinetuningRun):
                 ids = {name: i for i, name in enumerate(names)} | {int(name): i for i, name in enumerate(names)}
             return ids, names
         wanted = list(self.task.label_names)
-        if sorted(names) == sorted(wanted):
-            self.order = [names.index(name) for name in wanted]
-        elif names != [f"LABEL_{i}" for i in range(len(wanted))]:
+        own = in_own_order(self.config, wanted)
+        if names not in (own, [f"LABEL_{i}" for i in range(len(wanted))]):
             raise ValueError(f"The model has the classes {names}, but the task has {wanted}.")
-        return _named(wanted)
+        return self._ordered(*_named(wanted), own)
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
@@ -333,13 +339,15 @@ class TextClassificationRun(FinetuningRun):
         loader = eval_dataloader(rows, self.collator(with_index=True), batch_size, **self.args.loader_options())
         logits = predict(self.accelerator, model, loader, desc=f"Predicting {self.where[split]}")
         documents = torch.tensor(list(rows["document"]))
-        logits = mean_by_document(logits if self.order is None else logits[:, self.order], documents)
+        logits = mean_by_document(logits, documents)
+        if self.order is not None:
+            logits = logits[:, self.order]
         if split not in self.labelled:
             return logits, {}
         # All windows of a document have its label.
         first = torch.cat([torch.ones(1, dtype=torch.bool), documents[1:] != documents[:-1]])
         labels = torch.tensor(list(rows["labels"]))[first]
-        if self.order is not None and self.args.do_train:  # else they are those of the task
+        if self.order is not None:
             labels = torch.tensor(self.order).argsort()[labels]
         with self.accelerator.main_process_first():
             return logits, evaluate_predictions(self.task, logits, labels)

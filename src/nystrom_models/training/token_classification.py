@@ -24,7 +24,7 @@ from ..data.token_classification import (
     tag_values,
     token_classification_dataset,
 )
-from .finetuning import FinetuningArguments, FinetuningRun, in_own_order
+from .finetuning import FinetuningArguments, FinetuningRun, class_names, in_own_order
 from .objectives import Batch, ClassificationObjective, Objective
 
 # Outside of all entities.
@@ -116,7 +116,7 @@ class TokenClassificationRun(FinetuningRun):
             self.config.id2label = dict(enumerate(self.names))
             self.config.label2id = {name: i for i, name in enumerate(self.names)}
         else:
-            self.names = [self.config.id2label[i] for i in range(self.config.num_labels)]
+            self.names = class_names(self.config)
         other = without_scheme(self.names)
         if other and self.labelled and self.args.task_name != "pos":
             self.accelerator.print(
