@@ -26,7 +26,7 @@ class ImdbArguments(TextClassificationArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.dataset_name is None and not (self.train_file or self.validation_file or self.test_file):
-            self.dataset_name, self.validation_split = "stanfordnlp/imdb", "test"
+            self.dataset_name, self.validation_split = "stanfordnlp/imdb", self.validation_split or "test"
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:

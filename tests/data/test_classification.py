@@ -76,6 +76,16 @@ def test_what_a_fast_and_a_slow_tokenizer_cut_is_known(pair, tokenizer, slow_tok
             assert list(rows["truncated"]) == cut and max(rows["length"]) == longest
 
 
+def test_columns_of_the_data_may_have_the_names_of_new_ones(tokenizer):
+    data = dataset(
+        labels=[True, False], truncated=["no", "no"], length=[0.5, 0.5], index=["a", "b"], document=[[], []]
+    )
+    rows = classification_dataset(data, tokenizer, 7, label_column="labels", label_names=[False, True])
+    assert rows["labels"][:] == [1, 0] and rows["truncated"][:] == [False, True]
+    assert (rows["length"][:], rows["index"][:], rows["document"][:]) == ([5, 7], [0, 1], [0, 1])
+    assert ClassificationCollator(tokenizer)(rows)["labels"].dtype == torch.int64
+
+
 def test_pairs_and_batches(tokenizer):
     pairs = dataset(other=["error", "file"], label=["no", "yes"])
     rows = classification_dataset(pairs, tokenizer, 7, ["text", "other"], label_names=["yes", "no"])

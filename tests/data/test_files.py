@@ -80,17 +80,18 @@ def test_quotes_are_text_in_tsv_files(tmp_path):
 
 def test_documents_of_text_are_separated_by_empty_lines(tmp_path):
     path = tmp_path / "corpus.txt"
-    path.write_text("= Title =\nA paragraph.\n\n\n\nAnother.\n", encoding="utf-8-sig")  # with a byte-order mark
-    texts = [row.strip() for row in load_files([path, compressed(path)], cache_dir=tmp_path / "cache")["text"]]
-    assert texts == ["= Title =\nA paragraph.", "Another."] * 2
-    assert next(iter(load_files(compressed(path), streaming=True)))["text"] == "= Title =\nA paragraph."
+    # With a byte-order mark, line ends of Windows, and an empty line that has a space and a tab.
+    path.write_bytes("\ufeff\r\n= Title =\r\n  A paragraph.\u2028\x0c\r\n \t\r\n\r\n\r\nAnother.".encode())
+    texts = ["= Title =\n  A paragraph.\u2028\x0c", "Another."]
+    assert load_files([path, compressed(path)], cache_dir=tmp_path / "cache")["text"][:] == texts * 2
+    stream = load_files([path, compressed(path)], streaming=True)
+    assert [row["text"] for row in stream] == texts * 2 and stream.num_shards == 2
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_a_column_may_begin_with_missing_values(ending, tmp_path):
-    """Of more rows than `datasets` infers the types of columns from."""
-    path = tmp_path / f"rows.{ending}"
-    count = 10_500 if ending == "csv" else 120_000
+    """Of more rows than are read at once."""
+    path, count = tmp_path / f"rows.{ending}", 10_500
     rows = [{"text": f"{'long ' * 20}{i}", "note": None} for i in range(count)] + [{"text": "a", "note": "checked"}]
     if ending == "csv":
         path.write_text("text,note\n" + "".join(f"{row['text']},{row['note'] or ''}\n" for row in rows))
@@ -106,11 +107,14 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         ("rows.jsonl", b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"rows\.jsonl, line 2: not JSON"),
         ("rows.jsonl", b'{"text": "a"}\n\n[1, 2]\n', r"rows\.jsonl, line 3: must be a JSON object"),
         ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"rows\.jsonl, line 2: not UTF-8"),
-        (
-            "rows.jsonl",
-            b'{"label": 1}\n{"label": "x"}\n',
-            r"rows\.jsonl, given by --test_file, cannot be read: .*label",
-        ),
+        ("rows.jsonl", b'{"label": 1}\n{"label": "x"}\n', r"rows\.jsonl, line 2, column 'label': .* int64 vs string"),
+        ("rows.jsonl", b'{"label": true}\n{"label": 3}\n', r"rows\.jsonl, line 2, column 'label': .* bool vs int64"),
+        ("rows.jsonl", b'{"label": [1, "x"]}\n', r"rows\.jsonl, line 1, column 'label': Could not convert 'x'"),
+        ("rows.jsonl", b'{"label": 18446744073709551616}', r"rows\.jsonl, line 1, column 'label': .* too large"),
+        # Half a character outside the basic plane.
+        ("rows.jsonl", b'{"label": "\\ud83d"}', r"rows\.jsonl, line 1, column 'label': .*surrogates not allowed"),
+        ("rows.json", b"\n \n", r"--test_file contain no rows"),
+        ("rows.json", b'{\n "label": [1, 2]\n}', r"rows\.json, line 1: not JSON .* one object a line, or a list"),
         ("rows.csv", b"text,label\na,1\nb,2,3\n", r"rows\.csv, line 3: 3 fields, but the header has 2"),
         # pandas fills up short lines.
         ("rows.csv", b"text,label\na,1\nb\nc,3\n", r"rows\.csv, line 3: 1 fields, but the header has 2"),
@@ -126,13 +130,14 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         # pandas leaves the empty line out, and all later rows would get other numbers.
         ("rows.csv", b"text\na\n\nb\n", r"rows\.csv, line 3: empty"),
         ("rows.txt", b"a\n\xff\n", r"rows\.txt, line 2: not UTF-8"),
+        ("rows.txt", b" \n", r"--test_file contain no rows"),
         ("rows.txt", b"", r"rows\.txt, given by --test_file, is empty"),
         ("rows.jsonl.gz", b"plain", r"rows\.jsonl\.gz is damaged"),
         ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 2000, mtime=0)[:-12], r"rows\.jsonl\.gz is damaged"),
         ("rows.parquet", b"PAR1 and no more", r"rows\.parquet, given by --test_file, cannot be read"),
         ("rows.tsv", b"text\tlabel\na\t1\nb\t2\t3\n", r"rows\.tsv, line 3: 3 fields, but the header has 2"),
         ("rows.json", b'[{"text": "a"}, {"text": ]', r"rows\.json: not JSON"),
-        ("rows.json", b'[{"text": "a"}, 3]', r"rows\.json, item 2: must be a JSON object, but is '3'"),
+        ("rows.json", b'[{"text": "a"}, 3]', r"rows\.json, item 2: must be a JSON object, but is 3"),
         ("rows.xlsx", b"x", r"rows\.xlsx must end in one of \.txt, \.json, \.jsonl, \.csv, \.tsv, \.parquet"),
     ],
 )
@@ -179,6 +184,33 @@ def test_texts_that_look_like_dates_stay_texts(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     loaded = load_files([tmp_path / name, tmp_path / name], cache_dir=tmp_path / "cache")
     assert list(loaded) == rows * 2 and loaded.column_names == list(rows[0])
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl"])
+def test_values_of_json_are_those_of_the_files(ending, tmp_path):
+    """Whatever stands in the first rows and files: types are those of all values."""
+    first = [{"text": "a", "at": "not known", "p": 1, "days": [], "note": None}] * 1200
+    rest = [
+        {"text": "\U0001f600", "at": "2024-01-31", "p": 3e-11, "days": ["2024-01-31", "x"], "note": "checked"},
+        {"text": "b", "at": "2024-01-31 10:00", "p": 0.1 + 0.2, "days": ["2024-02-01"], "more": {"on": "2024-01-31"}},
+    ]
+    paths = [write(tmp_path / f"{i}{ending}", rows) for i, rows in enumerate((first + rest[:1], rest[1:], first[:1]))]
+    missing = {"note": None, "more": None}
+    first, rest = ([missing | row for row in rows] for rows in (first, rest))
+    assert load_files(paths, cache_dir=tmp_path / "cache").to_list() == [*first, *rest, first[0]]
+    assert load_files(paths[::-1], cache_dir=tmp_path / "cache").to_list() == [first[0], rest[1], *first, rest[0]]
+    with pytest.raises(ValueError, match=r"2\.json.*, column 'p': .* double vs string"):
+        write(paths[2], [{"p": "0.5"}])
+        load_files(paths, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl"])
+def test_a_stream_of_json(ending, tmp_path):
+    rows = [{"text": "2024-01-31", "number": 1}, {"text": "b"}, {"number": 2.5, "text": "c"}]
+    paths = [write(tmp_path / f"a{ending}", rows[:2]), compressed(write(tmp_path / f"b{ending}", rows[2:]))]
+    stream = load_files(paths, streaming=True)
+    assert list(stream) == [{"number": None} | row for row in rows]
+    assert stream.num_shards == 2 and [row["text"] for row in stream.skip(1).take(1)] == ["b"]
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,10 @@ def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
     (tmp_path / "short.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 32}))
     with pytest.raises(ValueError, match="--block_size 48 is more than the 32 tokens"):
         run(corpus, tmp_path / "short", "--config_name", f"{tmp_path}/short.json")
+    with pytest.raises(
+        ValueError, match=r"f1 is not measured; use one of loss, accuracy, perplexity, bits_per_byte\.$"
+    ):
+        run(corpus, tmp_path / "metric", "--metric_for_best_model", "f1")
     with pytest.raises(ValueError, match="--tokens_per_step needs rows that can be counted"):
         options = ["--streaming", "--max_eval_samples", "10", "--tokens_per_step", "400"]
         run(corpus, tmp_path / "stream", *options)

@@ -192,6 +192,10 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
             "--task_name mrpc --train_file {train} --validation_file {train} --metric_for_best_model bleu",
             "The metric 'bleu' is unknown",
         ),
+        (
+            "--task_name sst2 --train_file {texts} --validation_file {texts} --metric_for_best_model f1",
+            r"--metric_for_best_model f1 is not measured; use one of loss, accuracy\.$",
+        ),
         ("--task_name mrpc --do_regression", "leave out"),
         ("--task_name mrpc --train_file {train}", "--validation_file"),
         ("--train_file {train} --validation_file {train} --validation_split test", "of --dataset_name: for files"),
@@ -217,7 +221,13 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
     ],
 )
 def test_faults_are_named_before_training(options, message, checkpoint, pairs, write_rows, tmp_path):
-    files = {"train": write_rows(pairs(40)), "hidden": write_rows(pairs(8, hidden=True)), "folder": tmp_path}
+    texts = [{"sentence": row["sentence1"], "label": row["label"]} for row in pairs(40)]
+    files = {
+        "train": write_rows(pairs(40)),
+        "texts": write_rows(texts),
+        "hidden": write_rows(pairs(8, hidden=True)),
+        "folder": tmp_path,
+    }
     with pytest.raises(ValueError, match=message):
         run(checkpoint, tmp_path, *(option.format(**files) for option in options.split()))
     assert not (tmp_path / "output" / "model.safetensors").exists()
@@ -462,8 +472,11 @@ def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
     ]
     assert sum(right) / len(right) == results["test"]["exact_match"]
     finished = str(tmp_path / "output")
-    again, _ = run(finished, tmp_path / "again", "--validation_file", file, "--multi_label", "--no_do_train")
+    scored = ["--validation_file", file, "--multi_label", "--no_do_train"]
+    again, _ = run(finished, tmp_path / "again", *scored)
     assert again["validation"] == pytest.approx(results["validation"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"The class 'bad' contains 'a', .* give another --label_delimiter"):
+        run(finished, tmp_path / "again", *scored, "--test_file", file, "--label_delimiter", "a")
 
 
 def test_results_never_describe_another_model(mrpc, checkpoint, tmp_path, monkeypatch):

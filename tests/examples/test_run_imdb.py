@@ -15,6 +15,13 @@ def run(checkpoint, folder, *options):
     return run_imdb.main([*paths, *fast, *options])
 
 
+def test_the_default_data_set():
+    for given, split in ((None, "test"), ("train", "train")):
+        args = run_imdb.ImdbArguments(output_dir="x", model_name_or_path="m", validation_split=given)
+        assert (args.dataset_name, args.validation_split) == ("stanfordnlp/imdb", split)
+    assert run_imdb.ImdbArguments(output_dir="x", model_name_or_path="m", train_file=["a.csv"]).dataset_name is None
+
+
 @pytest.fixture(scope="module")
 def reviews(filler, write_rows):
     """A file of reviews, negative then positive, whose verdict is at the end of 40 words."""

@@ -101,7 +101,9 @@ def test_a_finished_model_scores_its_own_predictions_as_right(trained, tmp_path)
     assert predictions(tmp_path) == predictions(folder)
 
 
-def test_a_finished_model_that_is_trained_on_keeps_the_order_of_its_labels(trained, rows, write_rows, tmp_path):
+def test_a_finished_model_that_is_trained_on_keeps_the_order_of_its_labels(
+    trained, rows, write_rows, tmp_path, capsys
+):
     """As models of the Hub have it: O first."""
     model = AutoModelForTokenClassification.from_pretrained(trained[0] / "output")
     names = list(model.config.id2label.values())
@@ -119,6 +121,12 @@ def test_a_finished_model_that_is_trained_on_keeps_the_order_of_its_labels(train
     results = run(str(tmp_path / "turned"), tmp_path, *options)
     assert results["validation"]["f1"] == pytest.approx(trained[1]["validation"]["f1"], abs=1e-3)
     assert list(AutoConfig.from_pretrained(tmp_path / "output").id2label.values()) == turned
+    assert "was trained for" not in capsys.readouterr().out
+    others = {name: name.replace("praise", "joy") for name in names}
+    renamed = [{**row, "ner_tags": [others[tag] for tag in row["ner_tags"]]} for row in rows(60)]
+    options[1] = options[3] = write_rows(renamed)
+    run(str(tmp_path / "turned"), tmp_path / "others", *options)
+    assert f"was trained for {', '.join(turned)}: it is trained on, for " in capsys.readouterr().out
 
 
 def test_a_conll_file_of_words_alone_is_predicted(trained, tmp_path):
@@ -172,6 +180,11 @@ def test_a_stopped_run_goes_on_and_a_grid_names_the_best(checkpoint, rows, write
             [{"tokens": ["a", "b"], "ner_tags": ["O", "B-x"]}],
             "--max_seq_length 65",
             "--max_seq_length 65 is more than the 64 tokens",
+        ),
+        (
+            [{"tokens": ["a", "b"], "ner_tags": ["O", "B-x"]}] * 8,
+            "--metric_for_best_model y_f1 --greater_is_better true --return_entity_level_metrics",
+            r"y_f1 is not measured; use one of loss, precision, recall, f1, accuracy, x_precision, x_recall, x_f1\.$",
         ),
         ([{"tokens": ["a"], "ner_tags": ["O"]}], "--label_names O O", "--label_names must all differ"),
         (

@@ -505,6 +505,11 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--tokens_per_step 400 --gradient_accumulation_steps 2", ValueError, "omit --gradient_accumulation"),
         ("--streaming --max_eval_samples 9 --tokens_per_step 400", ValueError, "omit --streaming"),
         ("--per_device_train_batch_size 4096", ValueError, "fewer than the 4096"),
+        (
+            "--no_sentence_order --metric_for_best_model sop_accuracy",
+            ValueError,
+            r"sop_accuracy is not measured; use one of mlm_loss, mlm_accuracy, perplexity\.$",
+        ),
         ("--recipe nowhere.args", FileNotFoundError, "configs/recipes/"),
         ("--train_file nowhere.txt", FileNotFoundError, "--train_file nowhere.txt is not a file"),
         ("--report_to tensorbord --with_tracking", ValueError, "tensorbord"),

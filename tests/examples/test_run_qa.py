@@ -161,6 +161,11 @@ LONG = ROW | {"question": "who was " * 30}
         ([ROW, LONG], "", "Row 2 of the train set: the question has 120 tokens.*--max_seq_length 64"),
         ([{"question": "who", "context": "a"}], "", "The train set has no column 'answers'"),
         ([ROW], "--max_seq_length 65", "--max_seq_length 65 is more than the 64 tokens"),
+        (
+            [ROW] * 8,
+            "--metric_for_best_model best_f1",
+            r"best_f1 is not measured; use one of loss, exact_match, f1\.$",
+        ),
         ([ROW], "--n_best_size 0", "--n_best_size must be at least 1"),
         ([ROW], "--no_do_train", "was fine-tuned: .* has no qa_outputs"),
     ],

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,19 +58,30 @@ def test_the_score_of_no_answer_and_the_loss_are_of_both_tokens():
 
 
 CONTEXT = "the naïve cat sat"
-# Two windows of two words each, and one question whose context has no token.
+# Two windows of two words each, the second one with the space before the last word, and one question whose context has
+# no token.
 ROWS = [
     {"document": 0, "context_start": 3, "char_starts": [0, 4], "char_ends": [3, 9]},
-    {"document": 0, "context_start": 3, "char_starts": [4, 10], "char_ends": [9, 13]},
+    {"document": 0, "context_start": 3, "char_starts": [4, 10, 13], "char_ends": [9, 13, 14]},
     {"document": 1, "context_start": 3, "char_starts": [], "char_ends": []},
 ]
 FOUND = {
-    "first": [torch.tensor([4, 3]), torch.tensor([3, 4]), torch.tensor([-1, -1])],
-    "last": [torch.tensor([4, 4]), torch.tensor([3, 4]), torch.tensor([-1, -1])],
-    "first_logits": [torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.5]), torch.tensor([0.0, 0.0])],
-    "last_logits": [torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]), torch.tensor([0.0, 0.0])],
+    "first": [torch.tensor([4, 3]), torch.tensor([5, 3, 4]), torch.tensor([-1, -1])],
+    "last": [torch.tensor([4, 4]), torch.tensor([5, 3, 4]), torch.tensor([-1, -1])],
+    "first_logits": [torch.tensor([1.0, 0.0]), torch.tensor([6.0, 2.0, 0.5]), torch.tensor([0.0, 0.0])],
+    "last_logits": [torch.tensor([1.0, 1.0]), torch.tensor([6.0, 2.0, 0.0]), torch.tensor([0.0, 0.0])],
     "null": [torch.tensor(5.0), torch.tensor(4.5), torch.tensor(9.0)],
 }
+
+
+def test_scores_of_no_answer_are_json(tmp_path):
+    """Other readers than Python's know no infinity."""
+    run = object.__new__(QuestionAnsweringRun)
+    run.args, run.task = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(version_2=True)
+    run.examples = {"test": Dataset.from_dict({"context": [CONTEXT, ""]})}
+    run.write("test", collect_answers([CONTEXT, ""], ROWS, FOUND, 3, 0.0))
+    odds = json.loads((tmp_path / "test_null_odds.json").read_text(), parse_constant=pytest.fail)
+    assert odds["0"] == 0.5 and odds["1"] > 1e300
 
 
 @pytest.mark.parametrize(("threshold", "text"), [(None, "naïve"), (0.0, ""), (0.5, "naïve"), (0.49, "")])

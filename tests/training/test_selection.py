@@ -44,7 +44,7 @@ def test_the_value_of_several_validation_sets_is_their_mean():
     # Not of metrics whose names only end so.
     several = {"a/f1": 0.5, "a/macro_f1": 0.9, "b/f1": 0.7, "b/best_f1": 1.0, "f1_of_something": 1.0}
     assert Goal("f1", True).value(several) == pytest.approx(0.6)
-    with pytest.raises(ValueError, match="mse was not measured; there are validation_matched/accuracy"):
+    with pytest.raises(ValueError, match="mse is not measured; use one of validation_matched/accuracy"):
         DOWN.value(metrics)
 
 
@@ -66,8 +66,8 @@ def test_a_small_gain_does_not_begin_the_patience_anew():
 VALUES = [0.5, 0.7, 0.6, 0.6, 0.6, 0.9]
 
 
-def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, **options):
-    """Evaluates every two of twelve steps, with given figures."""
+def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, steps=12, **options):
+    """Evaluates every two steps, with given figures."""
     accelerator = create_accelerator()
     figures = {2 * i + 2: value for i, value in enumerate(VALUES)}
 
@@ -92,7 +92,7 @@ def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, **opt
         tiny_model("linformer", tokenizer),
         Counting(),
         RowLoader(examples, PretrainingCollator(tokenizer), 8),
-        OptimizationArguments(8, learning_rate=1e-3, max_train_steps=12),
+        OptimizationArguments(8, learning_rate=1e-3, max_train_steps=steps),
         checkpoints=CheckpointArguments(str(folder), 1, **options),
         evaluation=Evaluation(evaluate, 2, goal, best, patience),
         save_model=save,
@@ -131,6 +131,7 @@ def test_the_best_model_is_kept(examples, tokenizer, tmp_path):
 def test_a_run_ends_for_want_of_better_evaluations(examples, tokenizer, tmp_path):
     state, _ = run(examples, tokenizer, tmp_path, patience=2)
     assert state.stopped_early and not state.interrupted and state.step == 8  # best at 4, not better at 6 and 8
+    assert [row["step"] for row in state.history if "mlm_loss" in row] == [8]  # the log of the last steps
 
 
 def test_a_run_that_ended_early_does_not_go_on(examples, tokenizer, tmp_path):
@@ -140,6 +141,25 @@ def test_a_run_that_ended_early_does_not_go_on(examples, tokenizer, tmp_path):
     assert state.stopped_early and state.step == 8
     state, _ = run(examples, tokenizer, tmp_path, patience=3, resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert state.stopped_early and state.step == 10
+
+
+def test_the_last_step_of_a_shorter_run_is_evaluated(examples, tokenizer, tmp_path):
+    """It is not during the shorter run, whose caller scores the final model."""
+    state, best = run(examples, tokenizer, tmp_path, steps=4)
+    assert (state.best.step, best.step()) == (2, 2)
+    for _ in range(2):  # the second time as if it was killed before its next checkpoint
+        resumed = {"resume_from_checkpoint": str(tmp_path / "checkpoint-4")}
+        state, best = run(examples, tokenizer, tmp_path, steps=9, **resumed)
+        assert (state.best.value, state.best.step, best.step()) == (0.7, 4, 4)
+        assert [row["step"] for row in state.history if "eval_accuracy" in row] == [2, 4, 6, 8]
+    state, _ = run(
+        examples, tokenizer, tmp_path, patience=2, steps=6, resume_from_checkpoint=str(tmp_path / "checkpoint-4")
+    )
+    assert not state.stopped_early
+    state, _ = run(
+        examples, tokenizer, tmp_path, patience=1, steps=8, resume_from_checkpoint=str(tmp_path / "checkpoint-6")
+    )
+    assert state.stopped_early and state.step == 6
 
 
 def test_going_on_from_before_the_best_forgets_it(examples, tokenizer, tmp_path):

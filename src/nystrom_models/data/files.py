@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local files as data sets."""
 
-import codecs
 import csv
 import glob
 import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, islice
 from typing import IO, Any
 
 import datasets
@@ -32,18 +31,19 @@ _MOST_DIGITS = 18  # all such integers are int64
 # The most characters of a field of a table: the largest C long of all platforms.
 LARGEST_FIELD = 2**31 - 1
 
-# As `chunksize` of the JSON reader of `datasets`: more bytes than a file has.
-_WHOLE_FILE = 2**30
+# The rows of JSON files whose types are found at once, and from which those of a stream get their columns.
+_PART = 1000
 
 # Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
 _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
 
-# The reader of `datasets` for each suffix, and its options; `csv` stands for the reader of this module. In JSON, a
-# column of mixed types is an error.
+# The reader of `datasets` for each suffix, and its options. Texts, tables and JSON are read by this module: `datasets`
+# separates documents by a line without spaces, makes other texts of "01", "NA" and 2024-01-31, and gives a column the
+# type of its first rows.
+_JSON = (".json", ".jsonl")
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".txt": ("text", {"sample_by": "paragraph"}),
-    ".json": ("json", {"on_mixed_types": None}),
-    ".jsonl": ("json", {"on_mixed_types": None}),
+    ".txt": ("text", {}),
+    **dict.fromkeys(_JSON, ("json", {})),
     **dict.fromkeys(_TABLES, ("csv", {})),
     ".parquet": ("parquet", {}),
     **dict.fromkeys((".fa", ".fasta", ".fna", ".ffn", ".faa", ".frn"), _FASTA),
@@ -79,42 +79,6 @@ def decoded_lines(path: str) -> Iterator[str]:
         raise ValueError(f"{path} is damaged after line {number}: {error}.") from error
 
 
-def _check_lines(path: str) -> None:
-    """Raises a ValueError with file and line number if a line of the file is malformed."""
-    ending = file_ending(path)
-    if ending in (".json", ".jsonl"):
-        (_check_json_list if _is_json_list(path) else _check_json_lines)(path)
-    elif ending != ".parquet":
-        for _ in decoded_lines(path):
-            pass
-
-
-def _is_json_list(path: str) -> bool:
-    """Whether a .json file is one list of rows, and not an object a line."""
-    return file_ending(path) == ".json" and next(filter(str.strip, decoded_lines(path)), "").lstrip().startswith("[")
-
-
-def _check_json_list(path: str) -> None:
-    try:
-        rows = json.loads("".join(decoded_lines(path)))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error}).") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, item {number}: must be a JSON object, but is {str(row)[:40]!r}.")
-
-
-def _check_json_lines(path: str) -> None:
-    for number, line in enumerate(decoded_lines(path), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}).") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: must be a JSON object, but is {line.strip()[:40]!r}.")
-
-
 def _load(
     names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
@@ -129,8 +93,7 @@ def _load(
     builder, options = FORMATS[ending]
     if not hasattr(packaged_modules, builder):
         raise ValueError(f"{ending} files are read by datasets 5.1 or newer; update it from {datasets.__version__}.")
-    load = partial(
-        load_dataset,
+    return load_dataset(
         builder,
         # To `datasets`, * ? [ and ] in a name stand for other characters.
         data_files={"train": [glob.escape(os.path.abspath(name)) for name in names]},
@@ -139,17 +102,6 @@ def _load(
         streaming=streaming,
         **options,
     )
-    try:
-        return load()
-    except DatasetGenerationError:
-        if builder != "json":
-            raise
-        # The types of the columns are those of the first part of a file, where a column may be empty: as one part.
-        return load(chunksize=_WHOLE_FILE)
-
-
-def _without_mark(row: dict[str, str]) -> dict[str, str]:
-    return {"text": row["text"].removeprefix("\ufeff")}
 
 
 def check_files(names: Sequence[str], flag: str) -> None:
@@ -281,6 +233,109 @@ def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray | None:
     return pc.cast(texts, pa.float64()) if every(pc.match_substring_regex(texts, _NUMBER)) else None
 
 
+def _documents(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str]]:
+    """The documents of .txt files: lines between lines that are empty, or have only spaces."""
+    for path, *_ in files:
+        for blank, lines in groupby(decoded_lines(path), key=lambda line: not line.strip()):
+            if not blank:
+                yield {"text": "\n".join(line.rstrip("\r\n") for line in lines)}
+
+
+def _load_texts(
+    names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
+) -> Dataset | IterableDataset:
+    features = Features({"text": Value("string")})
+    if streaming:
+        return IterableDataset.from_generator(
+            with_code(_documents), features=features, gen_kwargs={"files": _files(names)}
+        )
+    return rows_of_files(_documents, features, names, flag, cache_dir)
+
+
+def _items(path: str) -> Iterator[tuple[str, Any]]:
+    """What a JSON file lists, or has in its lines, each with its place."""
+    if next(filter(str.strip, decoded_lines(path)), "").lstrip().startswith("["):
+        try:
+            items = json.loads("".join(decoded_lines(path)))
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON ({error}).") from error
+        yield from ((f"{path}, item {number}", item) for number, item in enumerate(items, start=1))
+        return
+    for number, line in enumerate(decoded_lines(path), start=1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {number}: not JSON ({error}). A file holds one object a line, or a list of objects."
+                ) from error
+
+
+def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a .json or .jsonl file, each with its place."""
+    for place, row in _items(path):
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: must be a JSON object, but is {json.dumps(row)[:40]}.")
+        yield place, row
+
+
+def _columns(rows: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, ...]:
+    """The names of the columns, in the order in which they occur."""
+    return tuple(dict.fromkeys(name for _, row in rows for name in row))
+
+
+def _with_types(schema: pa.Schema, columns: dict[str, list[Any]]) -> pa.Schema:
+    """A schema to which the types of these values are added. Integers and other numbers have the type of the latter;
+    texts that look like dates are texts."""
+    types = pa.schema([(name, pa.array(values).type) for name, values in columns.items()])
+    return pa.unify_schemas([schema, types], promote_options="permissive")
+
+
+def _json_schema(names: Sequence[str]) -> pa.Schema:
+    """The columns of .json or .jsonl files and the types that hold all their values.
+
+    Raises:
+        ValueError: with the place and column of a value that has another type than those before.
+    """
+    schema = pa.schema([])
+    for path in names:
+        rows = _json_rows(path)
+        while part := list(islice(rows, _PART)):
+            try:
+                schema = _with_types(schema, {name: [row.get(name) for _, row in part] for name in _columns(part)})
+            except (pa.ArrowException, OverflowError, UnicodeError):
+                for place, row in part:
+                    for name, value in row.items():
+                        try:
+                            schema = _with_types(schema, {name: [value]})
+                        except (pa.ArrowException, OverflowError, UnicodeError) as error:
+                            raise ValueError(f"{place}, column {name!r}: {error}.") from error
+                raise
+    return schema
+
+
+def _rows_of_json(files: Sequence[tuple[str, int, int]], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of .json or .jsonl files; a field that a row does not have is missing."""
+    for path, *_ in files:
+        for _, row in _json_rows(path):
+            yield {name: row.get(name) for name in columns}
+
+
+def _load_json(
+    names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
+) -> Dataset | IterableDataset:
+    if streaming:  # without types: they would be those of the first rows, and later values would be cast to them
+        columns = _columns(islice(chain.from_iterable(map(_json_rows, names)), _PART))
+        return IterableDataset.from_generator(
+            with_code(_rows_of_json), gen_kwargs={"files": _files(names), "columns": columns}
+        )
+    schema = _json_schema(names)
+    if not schema.names:
+        raise _no_rows(names, flag)
+    features = Features.from_arrow_schema(schema)
+    return rows_of_files(_rows_of_json, features, names, flag, cache_dir, columns=tuple(schema.names))
+
+
 def load_files(
     paths: str | os.PathLike | Sequence[str | os.PathLike],
     flag: str = "--train_file",
@@ -290,11 +345,12 @@ def load_files(
     """Reads one file or several of one format as one data set.
 
     Args:
-        paths: `.txt` (column `text`; documents are separated by empty lines), `.jsonl` (one object a line), `.json`
-            (the same, or a list of objects), `.csv` or `.tsv` (with a header; an empty field is missing, and in
-            `.tsv` files quotes are text), `.parquet` or FASTA (`.fa`, `.fasta`, `.fna`, `.ffn`, `.faa`, `.frn`;
-            columns `id`, `description` and `sequence`), each also compressed as `.gz`; in UTF-8. A column of a table
-            that holds only numbers becomes numbers, unless they would then be written differently: 01 stays text.
+        paths: `.txt` (column `text`; documents are separated by lines that are empty or have only spaces), `.jsonl`
+            (one object a line; texts that look like dates are texts), `.json` (the same, or a list of objects), `.csv`
+            or `.tsv` (with a header; an empty field is missing, and in `.tsv` files quotes are text), `.parquet` or
+            FASTA (`.fa`, `.fasta`, `.fna`, `.ffn`, `.faa`, `.frn`; columns `id`, `description` and `sequence`), each
+            also compressed as `.gz`; in UTF-8. A column of a table that holds only numbers becomes numbers, unless
+            they would then be written differently: 01 stays text.
         flag: the flag that gave the paths, for error messages.
         cache_dir: where `datasets` keeps its files; None for its default.
         streaming: returns an `IterableDataset`, which reads the files during iteration, instead of a `Dataset`.
@@ -309,48 +365,34 @@ def load_files(
     endings = {file_ending(name) for name in names}
     if len(endings) > 1:
         raise ValueError(f"The files of {flag} must have one format, but they end in {sorted(endings)}.")
-    marked = False
     for name in names:
         with _open(name) as file:
             try:
-                beginning = file.read(len(codecs.BOM_UTF8))
+                beginning = file.read(1)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(f"{name} is damaged: {error}.") from error
         if not beginning:
             raise ValueError(f"{name}, given by {flag}, is empty.")
-        marked |= beginning == codecs.BOM_UTF8
     if (ending := endings.pop()) in _TABLES:
         return _load_tables(names, flag, cache_dir, streaming)
+    if ending == ".txt":
+        return _load_texts(names, flag, cache_dir, streaming)
+    if ending in _JSON:
+        return _load_json(names, flag, cache_dir, streaming)
     try:
         dataset = _load(names, ending, cache_dir, streaming)
-        if marked and ending == ".txt":  # the reader of text does not remove byte-order marks; the others do
-            dataset = dataset.map(with_code(_without_mark))
         if isinstance(dataset, IterableDataset):
             return dataset
-        dataset.data.table.validate(full=True)  # the JSON reader accepts text that is not UTF-8
     except (DatasetsError, EOFError, TypeError, ValueError, zlib.error) as error:
-        for name in names:
-            _check_lines(name)
+        for name in names if ending != ".parquet" else ():
+            for _ in decoded_lines(name):  # names the line that is not UTF-8
+                pass
         if "corresponds to no data" in str(error):
             raise _no_rows(names, flag) from error
         raise ValueError(f"{', '.join(names)}, given by {flag}, cannot be read: {error.__cause__ or error}") from error
-    if ending in (".json", ".jsonl"):
-        dataset = _with_texts_of_dates(dataset, names)
     if len(dataset) == 0:
         raise _no_rows(names, flag)
     return dataset
-
-
-def _with_texts_of_dates(dataset: Dataset, names: Sequence[str]) -> Dataset:
-    """The reader of JSON makes times of texts such as 2024-01-31; here they are the texts of the files again."""
-    dates = [name for name, column in dataset.features.items() if str(getattr(column, "dtype", "")).startswith("time")]
-    if not dates:
-        return dataset
-    rows: list[dict[str, Any]] = []
-    for path in names:
-        lines = (line for line in decoded_lines(path) if line.strip())
-        rows += json.loads("".join(lines)) if _is_json_list(path) else map(json.loads, lines)
-    return _with_columns(dataset, {name: pa.array([row.get(name) for row in rows], pa.string()) for name in dates})
 
 
 def _with_columns(dataset: Dataset, columns: dict[str, pa.Array | pa.ChunkedArray]) -> Dataset:

@@ -2,7 +2,7 @@
 """Rows for a model, built from those of a data set."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,25 @@ def documents_of_a_batch(dataset: Dataset, text_column: str, most: int = MOST_DO
     return max(1, int(np.searchsorted(np.cumsum(longest), MOST_BYTES, side="right")))
 
 
+class _Batch(Mapping[str, Sequence[Any]]):
+    """A batch whose columns have a prefix, under the names without it. A column is decoded when it is read."""
+
+    def __init__(self, batch: Mapping[str, Sequence[Any]]):
+        self.batch = batch
+
+    def __getitem__(self, name: str) -> Sequence[Any]:
+        return self.batch[_PREFIX + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(_PREFIX) for name in self.batch)
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+
+_PREFIX = "of the data: "
+
+
 def make_rows(
     dataset: Dataset,
     build: Callable[[Mapping[str, Sequence[Any]], Sequence[int]], Mapping[str, Sequence[Any]]],
@@ -47,8 +66,14 @@ def make_rows(
         desc: label of the progress bar.
         features: the new columns; needed if a batch may result in no row.
     """
+
+    def build_rows(batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Mapping[str, Sequence[Any]]:
+        return build(_Batch(batch), indices)
+
+    # Otherwise `datasets` would give a new column the type of a column of the data that has the same name.
+    dataset = dataset.rename_columns({name: _PREFIX + name for name in dataset.column_names})
     rows = dataset.map(
-        with_code(build),
+        with_code(build_rows),
         batched=True,
         batch_size=batch_size,
         with_indices=True,

@@ -77,6 +77,8 @@ def collect_answers(
             if first < 0:
                 continue
             span = row["char_starts"][first - begin], row["char_ends"][last - begin]
+            if not contexts[document][slice(*span)].strip():
+                continue  # a space, which is a token of some tokenizers, is no answer
             # A span that several windows contain keeps its best score.
             if sum(spans[document].get(span, (-math.inf, -math.inf))) < start_logit + end_logit:
                 spans[document][span] = (start_logit, end_logit)

@@ -208,7 +208,7 @@ def train_causal(
             args,
             optimization,
             scores,
-            "loss",
+            ("loss", "accuracy", "perplexity", "bits_per_byte"),
             "Training",
             _save(accelerator, tokenizer),
             model_settings(config, tokenizer),

@@ -2,7 +2,7 @@
 """Fine-tuning for any task. Each task adds a subclass of [`FinetuningRun`]."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -126,6 +126,11 @@ def class_names(config: Any) -> list[str]:
     return [config.id2label[i] for i in range(config.num_labels)]
 
 
+def unnamed_classes(number: int) -> list[str]:
+    """The names that Transformers gives to classes without names."""
+    return [f"LABEL_{i}" for i in range(number)]
+
+
 def in_own_order(config: Any, names: list[str]) -> list[str]:
     """Names of classes in the order of the model's classifier, if its configuration names the same ones: it was
     trained for them, and goes on with them. Else as given."""
@@ -227,6 +232,17 @@ class FinetuningRun(ABC):
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:  # noqa: B027, not every task has classes
         """Finds the classes in the data, or in a finished model, and sets them in the configuration."""
 
+    def own_order(self, names: list[str]) -> list[str]:
+        """Names of classes in the order of the model's classifier, if it was trained for them; else as given. Says if
+        it was trained for as many others."""
+        before, own = class_names(self.config), in_own_order(self.config, names)
+        if len(before) == len(own) and sorted(before) != sorted(own) and before != unnamed_classes(len(own)):
+            self.accelerator.print(
+                f"The classifier of {self.args.model_name_or_path} was trained for {', '.join(before)}: it is trained "
+                f"on, for {', '.join(own)}."
+            )
+        return own
+
     @abstractmethod
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """The rows of a split, with `length` and `index`, the number of the row."""
@@ -251,6 +267,10 @@ class FinetuningRun(ABC):
     @abstractmethod
     def objective(self) -> Objective:
         """The training objective."""
+
+    @abstractmethod
+    def metrics(self) -> Iterable[str]:
+        """The names of the metrics that [`score`] returns, besides the loss."""
 
     @abstractmethod
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Any, dict[str, float]]:
@@ -408,6 +428,8 @@ def finetune(
             save_pretrained(accelerator, model, run.tokenizer, folder)
 
         goal = args.goal(task.best_metric)
+        measured = dict.fromkeys(("loss", *run.metrics()), 0.0)
+        goal.require(validation_metrics(dict.fromkeys(run.rows, measured)))
         start_trackers(accelerator, args, optimization)
         state = train_model(
             accelerator,

@@ -4,7 +4,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -293,7 +293,7 @@ def train_and_score(
     args: LanguageModelingArguments,
     optimization: OptimizationArguments,
     scores: Scores,
-    metric: str,
+    metrics: Sequence[str],
     desc: str,
     save_model: Callable[[nn.Module, Path], None],
     settings: Mapping[str, Any],
@@ -303,7 +303,7 @@ def train_and_score(
     """Trains, scores the final model, and writes the files of the run.
 
     Args:
-        metric: the metric of `scores` by which models are compared, unless the flags name one.
+        metrics: the figures of `scores`. By the first one, models are compared, unless the flags name another.
         identity: digests of the data and of the initial weights.
         card: fields of the model card.
         The others: see [`train_model`].
@@ -311,7 +311,8 @@ def train_and_score(
     Returns:
         The scores of `validation` and the figures of `train`; after a signal, only those of `train`.
     """
-    goal = args.goal(metric)
+    goal = args.goal(metrics[0])
+    goal.require(metrics)
     settings = {**settings, "the training data": identity["train"], "the validation data": identity["validation"]}
     if isinstance(loader, StreamLoader):
         # Of a stream, only the first documents are in the digest.

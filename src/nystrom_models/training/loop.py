@@ -139,6 +139,8 @@ class TrainingLoop:
         self.started = time.perf_counter() - self.state.seconds
         self.logged = self.state.seconds, self.state.num_tokens  # at the last log
         with self.signals, self.bar:
+            if self.state.step > 0 and not (self.state.is_evaluated or self.state.stopped_early):
+                self.evaluate()  # this was the last step of a shorter run, which does not evaluate it before saving
             if self.state.step < self.total_steps and not self.state.stopped_early:
                 for step in self.steps():
                     self.take_step(step)
@@ -198,7 +200,7 @@ class TrainingLoop:
         if kept is not None and self.state.best.step is not None:
             if checkpoint.resolve().parent != Path(self.checkpoints.output_dir).resolve():
                 kept.adopt(checkpoint.parent, self.state.best.step)
-            if (kept.step() or 0) > self.state.step:
+            if kept.step() != self.state.best.step and (kept.step() or 0) >= self.state.step:
                 # Saved after the checkpoint, before the run was killed. Its evaluation comes again.
                 self.state.best = replace(self.state.best, step=None)
             elif kept.step() != self.state.best.step:
@@ -335,9 +337,9 @@ class TrainingLoop:
         self.accelerator.print(f"{what}: skipped, {self.state.skipped_steps} so far.")
 
     def log(self) -> None:
-        """Shows and logs means over the last steps, every `logging_steps` and at the end."""
+        """Shows and logs means over the steps since the last log, every `logging_steps` and at the end."""
         state = self.state
-        if state.step % self.logging_steps and state.step != self.total_steps:
+        if state.step % self.logging_steps and state.step != self.total_steps and not state.stopped_early:
             return
         self._measure()
         seconds, num_tokens = self.logged
@@ -382,6 +384,8 @@ class TrainingLoop:
                     f"Stopping after step {state.step}: {evaluation.goal.metric} was best at step {state.best.step}."
                 )
         self.started += time.perf_counter() - paused
+        if state.stopped_early and state.step % self.logging_steps:
+            self.log()  # the last steps
 
     def save(self) -> None:
         """Saves a checkpoint if it is time, or if a signal requested it."""

@@ -326,6 +326,8 @@ def pretrain(
         card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
         card["data"] += _taught_by(args)
         card["example"] = _masked_example(tokenizer)
+        order = ("sop_loss", "sop_accuracy") if args.sentence_order else ()
+        metrics = ("mlm_loss", "mlm_accuracy", "perplexity", *order)
         return train_and_score(
             accelerator,
             model,
@@ -334,7 +336,7 @@ def pretrain(
             args,
             optimization,
             scores,
-            "mlm_loss",
+            metrics,
             "Pretraining",
             save_model,
             settings,

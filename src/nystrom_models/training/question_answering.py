@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extractive question answering."""
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -154,6 +156,10 @@ class QuestionAnsweringRun(FinetuningRun):
             found["loss"] = (losses[0] + losses[1]) / 2
         return found
 
+    def metrics(self) -> Iterable[str]:
+        """As `FinetuningRun.metrics`."""
+        return (*squad_scores([], [], self.task.version_2), *(("best_f1",) if self.task.version_2 else ()))
+
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Answers, dict[str, float]]:
         """The answers to the questions of a split and, if the right ones are known, loss and metrics."""
         args, examples = self.args, self.examples[split]
@@ -185,6 +191,7 @@ class QuestionAnsweringRun(FinetuningRun):
         names = [str(name) for name in (examples["id"] if known else range(len(examples)))]
         files: dict[str, list[Any]] = {"predictions": predictions.texts, "nbest_predictions": predictions.n_best}
         if self.task.version_2:
-            files["null_odds"] = predictions.differences
+            # A context without text has no other answer, and JSON has no infinity.
+            files["null_odds"] = [min(difference, sys.float_info.max) for difference in predictions.differences]
         for name, values in files.items():
             write_json(folder / f"{split}_{name}.json", dict(zip(names, values, strict=True)))

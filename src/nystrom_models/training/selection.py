@@ -34,9 +34,13 @@ class Goal:
         values = [value for name, value in metrics.items() if self.metric in (name, name.split("/")[-1])]
         if not values:
             raise ValueError(
-                f"--metric_for_best_model {self.metric} was not measured; there are {', '.join(metrics) or 'none'}."
+                f"--metric_for_best_model {self.metric} is not measured; use one of {', '.join(metrics) or 'none'}."
             )
         return sum(values) / len(values)
+
+    def require(self, metrics: Iterable[str]) -> None:
+        """Raises a ValueError if the metric is none of those that an evaluation will measure."""
+        self.value(dict.fromkeys(metrics, 0.0))
 
     def is_better(self, value: float, than: float | None, threshold: float = 0.0) -> bool:
         """Whether a value is better by more than `threshold`. NaN never is; others are better than NaN or None."""

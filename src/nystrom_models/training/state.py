@@ -29,6 +29,11 @@ class TrainingState:
     stopped_early: bool = False  # because evaluations no longer improved
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether the model of this step has been evaluated."""
+        return any(row["step"] == self.step and any(name.startswith("eval_") for name in row) for row in self.history)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens trained on per second of the whole run, without padding; the logs have the rate of the last steps."""
         return self.num_tokens / self.seconds if self.seconds else math.nan
@@ -64,5 +69,5 @@ def log_evaluation(
     accelerator: Accelerator, state: TrainingState, metrics: Mapping[str, float], output_dir: str | Path | None = None
 ) -> None:
     """Logs held-out figures of the model at the current step, as `eval_{name}`; once, if a step is evaluated again."""
-    if not any(row["step"] == state.step and any(name.startswith("eval_") for name in row) for row in state.history):
+    if not state.is_evaluated:
         log_figures(accelerator, state, {f"eval_{name}": value for name, value in metrics.items()}, output_dir)

@@ -3,7 +3,7 @@
 
 import csv
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,8 @@ from ..data.classification import (
 )
 from ..data.loading import eval_dataloader
 from ..data.metrics import load_metric
-from .finetuning import FinetuningArguments, FinetuningRun, class_names, in_own_order
+from ..data.metrics.text_classification import metric_names
+from .finetuning import FinetuningArguments, FinetuningRun, class_names, in_own_order, unnamed_classes
 from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
 from .scores import predict
 
@@ -245,6 +246,13 @@ class TextClassificationRun(FinetuningRun):
             load_metric(self.task.metric)  # now, because its cache may not be writable
         self.order: list[int] | None = None  # for each class of the task, that of the model, if they differ
         self.ids, self.label_names = self._head(splits["train"]) if self.args.do_train else self._own_head()
+        if self.task.multi_label and any(split.startswith("test") for split in splits):
+            delimiter = self.args.label_delimiter
+            if torn := [name for name in self.label_names if delimiter in name]:
+                raise ValueError(
+                    f"The class {torn[0]!r} contains {delimiter!r}, which separates the classes of a row in the file "
+                    "of predictions: give another --label_delimiter, such as '|'."
+                )
         self.labelled = {
             split for split in splits if not split.startswith("test") or _has_labels(splits[split], self.task)
         }
@@ -257,7 +265,7 @@ class TextClassificationRun(FinetuningRun):
             config.num_labels, config.problem_type = 1, "regression"
             return None, []
         ids, names = task_classes(task, train_set)
-        own = in_own_order(config, names)
+        own = self.own_order(names)
         config.id2label = dict(enumerate(own))
         config.label2id = {name: i for i, name in enumerate(own)}
         config.problem_type = "multi_label_classification" if task.multi_label else "single_label_classification"
@@ -288,7 +296,7 @@ class TextClassificationRun(FinetuningRun):
             return ids, names
         wanted = list(self.task.label_names)
         own = in_own_order(self.config, wanted)
-        if names not in (own, [f"LABEL_{i}" for i in range(len(wanted))]):
+        if names not in (own, unnamed_classes(len(wanted))):
             raise ValueError(f"The model has the classes {names}, but the task has {wanted}.")
         return self._ordered(*_named(wanted), own)
 
@@ -332,6 +340,10 @@ class TextClassificationRun(FinetuningRun):
         if self.task.regression:
             return RegressionObjective()
         return MultiLabelObjective() if self.task.multi_label else ClassificationObjective()
+
+    def metrics(self) -> Iterable[str]:
+        """As `FinetuningRun.metrics`."""
+        return metric_names(self.task.metric)
 
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Tensor, dict[str, float]]:
         """The logits of a split's documents and, if labels are known, loss and metrics."""

@@ -2,7 +2,7 @@
 """Token classification, such as named entities."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from ..data.token_classification import (
     tag_values,
     token_classification_dataset,
 )
-from .finetuning import FinetuningArguments, FinetuningRun, class_names, in_own_order
+from .finetuning import FinetuningArguments, FinetuningRun, class_names
 from .objectives import Batch, ClassificationObjective, Objective
 
 # Outside of all entities.
@@ -145,7 +145,7 @@ class TokenClassificationRun(FinetuningRun):
                     names = [*names, *new]
         if len(names) < 2:
             raise ValueError(f"The train set has only one label, {names}: there is nothing to learn.")
-        return in_own_order(self.config, names)
+        return self.own_order(names)
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
@@ -185,6 +185,14 @@ class TokenClassificationRun(FinetuningRun):
         """As `FinetuningRun.objective`."""
         return ClassificationObjective()
 
+    def _entity_scores(self, references: Sequence[Sequence[str]], tags: Sequence[Sequence[str]]) -> dict[str, float]:
+        kinds = sorted({name[2:] for name in self.names if name[1:2] == "-"})
+        return entity_scores(references, tags, kinds if self.args.return_entity_level_metrics else ())
+
+    def metrics(self) -> Iterable[str]:
+        """As `FinetuningRun.metrics`."""
+        return self._entity_scores([], [])
+
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[list[list[str]], dict[str, float]]:
         """The label of every word of a split and, if labels are known, loss and metrics."""
         found = self.predict(model, split, batch_size, _outputs)
@@ -198,10 +206,8 @@ class TokenClassificationRun(FinetuningRun):
             return tags, {}
         column, feature = examples[self.task.label_column], examples.features[self.task.label_column].feature
         references = [tag_values(feature, labels, self.task.label_names) for labels in column]
-        kinds = sorted({name[2:] for name in self.names if name[1:2] == "-"})
-        scores = entity_scores(references, tags, kinds if self.args.return_entity_level_metrics else ())
         loss = float(torch.stack(found["loss"]).double().sum() / torch.stack(found["count"]).sum())
-        return tags, {"loss": loss, **scores}
+        return tags, {"loss": loss, **self._entity_scores(references, tags)}
 
     def write(self, split: str, predictions: list[list[str]]) -> None:
         """Writes words and predicted labels, one JSON object per line, in the columns of the data."""

@@ -79,6 +79,14 @@ _METRICS = {
     "regression": ("mse", "pearson", "spearmanr"),
 }
 
+# Of two metrics, `combined_score` is the mean.
+_COMBINED = ("mrpc", "qqp", "stsb")
+
+
+def metric_names(config_name: str) -> tuple[str, ...]:
+    """The names of the scores of a configuration."""
+    return (*_METRICS[config_name], *(("combined_score",) if config_name in _COMBINED else ()))
+
 
 class TextClassification(evaluate.Metric):
     """The metrics of one configuration; `evaluate` loads this class."""
@@ -100,6 +108,6 @@ class TextClassification(evaluate.Metric):
 
     def _compute(self, predictions, references):
         scores = {name: float(_SCORES[name](references, predictions)) for name in _METRICS[self.config_name]}
-        if self.config_name in ("mrpc", "qqp", "stsb"):
+        if self.config_name in _COMBINED:
             scores["combined_score"] = sum(scores.values()) / len(scores)
         return scores
