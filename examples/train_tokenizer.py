@@ -24,7 +24,8 @@ from nystrom_models.data import (
     train_character_tokenizer,
     train_tokenizer,
 )
-from nystrom_models.data.classification import require_column
+from nystrom_models.data.classification import require_texts
+from nystrom_models.data.streams import stream_columns
 from nystrom_models.data.unknown_text import check_known_documents
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.run import create_folder
@@ -86,11 +87,14 @@ def main(args: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
             cache_dir=arguments.cache_dir,
             streaming=arguments.streaming,
         )
+    column = arguments.text_column_name
     if not arguments.streaming:
-        require_column(documents, arguments.text_column_name, "the documents")
+        require_texts(documents, column, "the documents")
+    elif column not in (columns := stream_columns(documents)):
+        raise ValueError(f"The documents have no column {column!r}; the columns of the first one are {columns}.")
     if arguments.max_train_samples is not None:
         documents = documents.take(arguments.max_train_samples)
-    texts = TextBatches(documents, arguments.text_column_name)
+    texts = TextBatches(documents, column)
     sizes = {"vocab_size": arguments.vocab_size, "model_max_length": arguments.max_length}
     if arguments.tokenizer_type == "byte_level_bpe":
         tokenizer = train_byte_level_tokenizer(texts, **sizes, min_frequency=arguments.min_frequency)
@@ -98,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
         train = train_character_tokenizer if arguments.tokenizer_type == "character" else train_tokenizer
         lowercase = not arguments.keep_case
         tokenizer = train(texts, **sizes, lowercase=lowercase, min_frequency=arguments.min_frequency)
-    check_known_documents(documents, [arguments.text_column_name], tokenizer, "the documents")
+    check_known_documents(documents, [column], tokenizer, "the documents")
     tokenizer.save_pretrained(arguments.output_dir)
     print(f"A tokenizer of {len(tokenizer):,} tokens is in {arguments.output_dir}")
     return tokenizer

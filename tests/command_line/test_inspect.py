@@ -134,6 +134,19 @@ def test_what_cannot_be_done_is_said_in_one_line_that_names_the_flag(folder, fla
     assert message in error and error.splitlines()[-1].startswith("nystrom-models inspect: ")
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('{"text": "a"}\n{"text": null}\n', "The column 'text' of --text_file has no value in row 2"),
+        ('{"text": 1}\n', "The column 'text' of --text_file must hold text, but holds int64"),
+    ],
+)
+def test_documents_without_a_text_are_named(rows, message, folder, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert main(inspect(folder, "Bert", "--text_file", str(tmp_path / "rows.jsonl"))) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_the_page_is_readable_in_a_browser_and_its_tables_sort(folder, browser, tmp_path):
     assert main(inspect(folder, "Linformer", "--lengths", "32", "--max_samples", "1")) == 0
     page = folder / "out" / "Linformer" / "inspection.html"

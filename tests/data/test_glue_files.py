@@ -113,6 +113,9 @@ def test_other_formats_and_names_are_found_and_read(tmp_path):
     assert list(files) == ["train", "validation"]
     read = load_glue_files("stsb", files["train"], cache_dir=tmp_path / "cache")
     assert read.to_list() == [rows[0] | {"label": 3.0}]
+    rows.append(rows[0] | {"label": None})  # named by its row later
+    (folder / "train.json").write_text(json.dumps(rows))
+    assert load_glue_files("stsb", files["train"], cache_dir=tmp_path / "cache")["label"][:] == [3.0, None]
 
 
 def test_a_byte_order_mark_and_torn_lines(tmp_path):

@@ -553,6 +553,14 @@ def test_what_no_tokenizer_can_be_trained_by(corpus, tmp_path):
             train_tokenizer.main(
                 [*options, "--streaming", "--tokenizer_type", kind, "--output_dir", f"{tmp_path}/new"]
             )
+    with pytest.raises(ValueError, match=r"no column 'body'; the columns of the first one are \['text'\]"):
+        train_tokenizer.main(
+            [*options, "--streaming", "--text_column_name", "body", "--output_dir", f"{tmp_path}/new"]
+        )
+    (tmp_path / "rows.jsonl").write_text('{"text": [1, 2]}\n')
+    for streaming, held in (([], "List"), (["--streaming"], r"\[1, 2\]")):
+        with pytest.raises(ValueError, match=f"'text' .*must hold text, but holds {held}"):
+            train_tokenizer.main([*options, *streaming, "--output_dir", f"{tmp_path}/new"])
 
 
 def test_both_families_are_pretrained(trained):

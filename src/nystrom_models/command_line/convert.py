@@ -179,12 +179,12 @@ def read_texts(path: str) -> Sequence[str]:
 
 def _read_table(path: str, column: str) -> Sequence[str]:
     try:
-        from ..data.classification import require_column
+        from ..data.classification import require_texts
         from ..data.files import load_files
     except ImportError as error:
         raise ImportError(
             f"--sample_file {path} needs {error.name}: pip install '.[train]' in the repository, or give a text file."
         ) from error
     rows = load_files(path, "--sample_file")
-    require_column(rows, column, f"the file of --sample_file, {path},")
+    require_texts(rows, column, f"the file of --sample_file, {path},")
     return rows[column]

@@ -114,11 +114,14 @@ def run(arguments: argparse.Namespace) -> None:
         from ..analysis import NUM_LANDMARKS, inspect_attention
         from ..analysis.report import attended, content, write_report
         from ..analysis.texts import longest_row
+        from ..data.classification import require_texts
         from ..data.files import load_files
     except ImportError as error:
         raise ImportError(f"inspect needs {error.name}: pip install '.[train]' in the repository.") from error
     device = _device(arguments.device)
-    texts = _column(load_files(arguments.text_file, "--text_file"), arguments.text_column_name)
+    documents = load_files(arguments.text_file, "--text_file")
+    texts = _column(documents, arguments.text_column_name)
+    require_texts(documents, arguments.text_column_name, "--text_file")
     tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.checkpoint)
     whole, model = _model(arguments, tokenizer, device)
     calls = _calls(arguments, texts, tokenizer, longest_row(model, tokenizer))

@@ -50,6 +50,14 @@ def require_column(dataset: Dataset, column: str, where: str, values: bool = Tru
             raise ValueError(f"The column {column!r} of {where} has no value in row {row}.")
 
 
+def require_texts(dataset: Dataset, column: str, where: str) -> None:
+    """As [`require_column`]; and if the column holds something else than text."""
+    require_column(dataset, column, where)
+    dtype = getattr(dataset.features[column], "dtype", dataset.features[column])
+    if dtype not in ("string", "large_string"):
+        raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
+
+
 def require_labels(dataset: Dataset, column: str, several: bool, where: str) -> None:
     """As [`require_column`]; if rows have several labels, no list lacks a value, and an empty field of a .csv or .tsv
     file, which is read as missing, is a row without labels."""
@@ -235,10 +243,7 @@ def _check_texts(
             f"but is {doc_stride}."
         )
     for column in text_columns:
-        require_column(dataset, column, where)
-        dtype = getattr(dataset.features[column], "dtype", dataset.features[column])
-        if dtype not in ("string", "large_string"):
-            raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
+        require_texts(dataset, column, where)
 
 
 def _found(ids: Mapping[Hashable, int]) -> Callable[[Hashable], int | None]:

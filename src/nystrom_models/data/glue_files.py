@@ -64,7 +64,7 @@ def _labels(values: Sequence[Any], task_name: str, path: str) -> list[Any]:
     """The labels, converted to numbers if the task's labels are numbers."""
     try:
         if GLUE_TASKS[task_name].regression:
-            return [float(value) for value in values]
+            return [None if value is None else float(value) for value in values]
         return [int(value) if re.fullmatch(r"-?\d+", str(value)) else value for value in values]
     except ValueError as error:
         raise ValueError(f"{path}: a label is not a number ({error}).") from error

@@ -40,6 +40,8 @@ class TextBatches:
             texts = list(batch[self.column])
             if None in texts:
                 raise ValueError(f"The column {self.column!r} has a document without a text: leave it out.")
+            if others := [text for text in texts if not isinstance(text, str)]:
+                raise ValueError(f"The column {self.column!r} must hold text, but holds {str(others[0])[:40]}.")
             yield texts
 
 
