@@ -475,6 +475,11 @@ def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
     scored = ["--validation_file", file, "--multi_label", "--no_do_train"]
     again, _ = run(finished, tmp_path / "again", *scored)
     assert again["validation"] == pytest.approx(results["validation"], rel=1e-5)
+    hidden = write_rows([row | {"label": []} for row in rows[:9]])
+    blind, _ = run(finished, tmp_path / "blind", "--test_file", hidden, "--multi_label", "--no_do_train")
+    assert "test" not in blind
+    predicted = (tmp_path / "blind" / "output" / "test_predictions.tsv").read_text().splitlines()
+    assert predicted[1:] == lines[:9]
     with pytest.raises(ValueError, match=r"The class 'bad' contains 'a', .* give another --label_delimiter"):
         run(finished, tmp_path / "again", *scored, "--test_file", file, "--label_delimiter", "a")
 

@@ -134,11 +134,12 @@ def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
 
 
 def _has_labels(dataset: Dataset, task: TextTask) -> bool:
-    """Whether a test set has labels. If benchmarks hide them, they are -1, or there is no such column."""
+    """Whether a test set has labels. If benchmarks hide them, they are -1, or lists without any, or there is no such
+    column."""
     if task.label_column not in dataset.column_names:
         return False
     if has_lists(dataset, task.label_column):
-        return True  # a list
+        return any(map(bool, dataset[task.label_column]))
     return not set(dataset.unique(task.label_column)) <= {-1, None}
 
 
