@@ -54,12 +54,6 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{marker}: set by Transformers")
 
 
-def pytest_collection_finish():
-    # Imported modules stay to the end: no collection of garbage needs to look through them again.
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
@@ -67,6 +61,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(without_device)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_new_objects_are_searched_for_garbage():
+    """Imported modules stay to the end: no collection of garbage needs to look through them again.
+
+    Tests import more, so this is repeated for each file, when the objects of the last one are gone.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -29,6 +28,7 @@ from nystrom_models.training import (
 )
 from nystrom_models.training.arguments import RunArguments
 from nystrom_models.training.checkpoints import BestModel, make_way, read_progress
+from nystrom_models.training.folder_lock import folder_lock
 from nystrom_models.training.loop import Evaluation
 from nystrom_models.training.run import _clear_failure_of_the_end, start_run
 from nystrom_models.training.saving import save_pretrained
@@ -284,22 +284,21 @@ def test_a_checkpoint_beyond_the_last_step_is_not_resumed(tokenizer, examples, t
     assert short_run(tokenizer, examples, tmp_path, steps=6, resume_from_checkpoint="latest").step == 6
 
 
-HOLDER = """
-import sys, time
-from nystrom_models.training.folder_lock import folder_lock
-with folder_lock(sys.argv[1]):
-    print("locked", flush=True)
-    time.sleep(600)
-"""
+def hold(folder, locked):
+    with folder_lock(folder):
+        locked.set()
+        time.sleep(600)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
 def test_two_runs_do_not_write_to_one_folder(tokenizer, examples, tmp_path):
     short_run(tokenizer, examples, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    locked = processes.CONTEXT.Event()
+    other = processes.CONTEXT.Process(target=hold, args=(str(tmp_path), locked))
+    other.start()
     try:
-        assert other.stdout.readline() == "locked\n"
+        assert locked.wait(timeout=240)
         for options in ({"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
             with pytest.raises(ValueError, match=rf"Another run \(process {other.pid}\) is writing to --output_dir"):
                 short_run(tokenizer, examples, tmp_path, **options)
@@ -310,7 +309,7 @@ def test_two_runs_do_not_write_to_one_folder(tokenizer, examples, tmp_path):
         assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     finally:
         other.kill()  # of which no lock is left
-        other.wait()
+        other.join()
     assert short_run(tokenizer, examples, tmp_path, steps=8, resume_from_checkpoint="latest").step == 8
     assert not (tmp_path / ".running").exists()
 
