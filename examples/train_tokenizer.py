@@ -48,7 +48,7 @@ class TokenizerArguments:
         default=None,
         metadata={
             "help": "Files of documents: .txt, .json, .jsonl, .csv, .tsv, .parquet or FASTA (.fa, .fasta, "
-            ".fna, .faa), each also .gz."
+            ".fna, .ffn, .faa, .frn), each also .gz."
         },
     )
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})

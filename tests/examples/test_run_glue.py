@@ -184,6 +184,8 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--task_name mrpc --start_from_mnli", "--task_name all"),
         ("--task_name all --no_do_train", "leave out --push_to_hub and --no_do_train"),
         ("--no_do_train", "--validation_file or --test_file"),
+        ("--no_do_train --push_to_hub --validation_file {train}", "uploads the model that a run trains"),
+        ("--train_file {versions} --validation_file {versions}", r"text in a \.jsonl or \.parquet file"),
         ("--multi_label --do_regression", "not both"),
         ("--multi_label --label_delimiter=", "--label_delimiter must not be empty"),
         ("--keep_best_only", "of a --grid"),
@@ -222,7 +224,9 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
 )
 def test_faults_are_named_before_training(options, message, checkpoint, pairs, write_rows, tmp_path):
     texts = [{"sentence": row["sentence1"], "label": row["label"]} for row in pairs(40)]
+    (tmp_path / "versions.csv").write_text("text,label\na,1.1\nb,1.10\nc,1.2\n")
     files = {
+        "versions": tmp_path / "versions.csv",
         "train": write_rows(pairs(40)),
         "texts": write_rows(texts),
         "hidden": write_rows(pairs(8, hidden=True)),

@@ -218,9 +218,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def validate_card(self, content: str) -> None:
         try:
-            ModelCard(content)
+            card = ModelCard(content)
         except (ValueError, yaml.YAMLError) as error:
             raise HubError(400, str(error)) from error
+        if card.data.license not in (None, "apache-2.0"):
+            raise HubError(400, '"license" must be one of apache-2.0, ...')
         self.send(200, {"errors": [], "warnings": []})
 
     def preupload(self, repository: Repository, request: dict[str, Any]) -> None:

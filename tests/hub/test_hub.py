@@ -62,13 +62,15 @@ print(json.dumps(answers))
 FAULTS = """
 import json, sys
 from huggingface_hub import hf_hub_download
-from nystrom_models.training.hub import push
+from nystrom_models.training.hub import check_metadata, push
 
 answers = []
 for case in json.loads(sys.argv[1]):
     try:
         if "read" in case:
             hf_hub_download(case["read"], "config.json", token=case["token"])
+        elif "license" in case:
+            check_metadata(**case)
         else:
             push(**case)
         answers.append(["", ""])
@@ -184,7 +186,7 @@ def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path)
     hub.lose_once = {"/ada/lost/commit/main"}
     before = digests(classifier)
     run = {"output_dir": str(classifier)}
-    wrong, foreign, bad_name, lost, again, hidden, other, private, card = client(
+    wrong, foreign, bad_name, lost, again, hidden, other, private, card, license, right = client(
         FAULTS,
         run | {"hub_model_id": "ada/wrong", "token": "expired"},
         run | {"hub_model_id": "grace/foreign"},
@@ -195,6 +197,8 @@ def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path)
         {"read": "ada/hidden", "token": "token-of-grace"},
         {"read": "ada/hidden", "token": "token-of-ada"},
         {"output_dir": str(wrong_card), "hub_model_id": "ada/card"},
+        {"language": None, "license": "Apache 2.0"},
+        {"language": "en", "license": "apache-2.0"},
     )
     assert digests(classifier) == before
     for (name, message), expected, hints in (
@@ -202,11 +206,12 @@ def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path)
         (foreign, "PermissionError", ("may not write to grace/foreign", "--hub_model_id")),
         (bad_name, "ValueError", ("--hub_model_id 'ada/no:name'",)),
         (lost, "ConnectionError", (f"upload of {classifier} to ada/lost did not finish: the folder is unchanged",)),
-        (card, "ValueError", ("Invalid metadata in README.md", "model_index")),
+        (card, "ValueError", ("Invalid metadata in README.md", "model_index", f"Correct the first lines of {readme}")),
+        (license, "ValueError", ("does not take --license 'Apache 2.0' for", "must be one of")),
         (other, "RepositoryNotFoundError", ("ada/hidden",)),
     ):
         assert name == expected and all(hint in message for hint in hints), message
-    assert again == hidden == private == ["", ""]
+    assert again == hidden == private == right == ["", ""]
     assert hub.repositories.keys() == {"ada/lost", "ada/hidden", "ada/card"}
     # The failed push left nothing visible, and the second one did not send the large file again.
     assert len(hub.repositories["ada/lost"].commits) == 2

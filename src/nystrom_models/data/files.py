@@ -349,8 +349,8 @@ def load_files(
             (one object a line; texts that look like dates are texts), `.json` (the same, or a list of objects), `.csv`
             or `.tsv` (with a header; an empty field is missing, and in `.tsv` files quotes are text), `.parquet` or
             FASTA (`.fa`, `.fasta`, `.fna`, `.ffn`, `.faa`, `.frn`; columns `id`, `description` and `sequence`), each
-            also compressed as `.gz`; in UTF-8. A column of a table that holds only numbers becomes numbers, unless
-            they would then be written differently: 01 stays text.
+            also compressed as `.gz`; in UTF-8. A column of a table that holds only numbers becomes numbers; integers
+            only if they are written as they would be then: 01 stays text.
         flag: the flag that gave the paths, for error messages.
         cache_dir: where `datasets` keeps its files; None for its default.
         streaming: returns an `IterableDataset`, which reads the files during iteration, instead of a `Dataset`.

@@ -184,6 +184,10 @@ class RunArguments(CheckpointArguments):
             self.report_to = self.report_to or ["tensorboard"]
         elif self.report_to not in ([], ["none"]):  # none, as for the Trainer
             raise ValueError(f"--report_to {' '.join(self.report_to)} needs --with_tracking: give it, too.")
+        if self.push_to_hub and not self.do_train:
+            raise ValueError(
+                "--push_to_hub uploads the model that a run trains: give only one of it and --no_do_train."
+            )
         if not self.push_to_hub and self.hub_model_id is not None:
             raise ValueError("--hub_model_id names the repository to upload to: also give --push_to_hub.")
 

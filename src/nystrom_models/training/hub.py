@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 # Models, tokenizer, code, card, results and plots are at the top level; checkpoints and logs are in folders. Hidden
@@ -38,7 +38,7 @@ def _clear_errors(hub_model_id: str, what: str) -> Iterator[None]:
                 f"with write access. {what}. ({reason})"
             ) from error
         raise ConnectionError(
-            f"{what}, and may be repeated. The Hub did not accept {hub_model_id}: {type(reason).__name__}: {reason}"
+            f"{what}. Try again later. The Hub did not accept {hub_model_id}: {type(reason).__name__}: {reason}"
         ) from error
 
 
@@ -57,6 +57,25 @@ def create_repository(hub_model_id: str, token: str | None = None, private: bool
     """
     with _clear_errors(hub_model_id, "Nothing was uploaded"):
         return HfApi(token=token).create_repo(hub_model_id, private=private or None, exist_ok=True).repo_id
+
+
+def check_metadata(language: str | None, license: str | None, token: str | None = None) -> None:
+    """Asks the Hub whether it takes these values of a model card.
+
+    Raises:
+        ValueError: if it does not; the message names the flags.
+        PermissionError, ConnectionError: as [`create_repository`].
+    """
+    given = {"language": language, "license": license}
+    flags = " and ".join(f"--{name} {value!r}" for name, value in given.items() if value is not None)
+    if not flags:
+        return
+    card = ModelCard(f"---\n{ModelCardData(**given).to_yaml()}\n---\n")  # type: ignore[arg-type]
+    with _clear_errors("the card", "Nothing was uploaded"):
+        try:
+            card.validate()
+        except ValueError as error:
+            raise ValueError(f"The Hub does not take {flags} for the model card: {error}") from error
 
 
 def push(
@@ -91,13 +110,18 @@ def push(
         if not any(folder.glob(pattern)):
             raise FileNotFoundError(f"--output_dir {folder} has no {pattern}: there is no saved model to push.")
     repo_id = create_repository(hub_model_id, token, private)
-    with _clear_errors(
-        hub_model_id, f"The upload of {folder} to {hub_model_id} did not finish: the folder is unchanged"
-    ):
-        commit = HfApi(token=token).upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            ignore_patterns=ignore_patterns or list(IGNORED),
-            commit_message=commit_message,
-        )
+    failed = f"The upload of {folder} to {hub_model_id} did not finish: the folder is unchanged"
+    with _clear_errors(hub_model_id, failed):
+        try:
+            commit = HfApi(token=token).upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                ignore_patterns=ignore_patterns or list(IGNORED),
+                commit_message=commit_message,
+            )
+        except ValueError as error:  # what the client says about the card
+            again = f"nystrom_models.training.hub.push({str(folder)!r}, {hub_model_id!r})"
+            raise ValueError(
+                f"{failed}. {error} Correct the first lines of {folder / 'README.md'}, and upload it by {again}."
+            ) from error
     return str(commit.commit_url)

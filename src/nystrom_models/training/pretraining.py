@@ -176,7 +176,7 @@ def _check_padding(args: PretrainingArguments, config: BaseConfig) -> None:
 
 
 def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
-    require_column(documents, args.text_column_name, f"the {what} documents")
+    require_column(documents, args.text_column_name, f"the {what} set")
     return pretraining_dataset(
         documents,
         tokenizer,

@@ -24,7 +24,7 @@ from .arguments import RunArguments
 from .checkpoints import BEST, BestModel, list_checkpoints, make_way
 from .curve import plot_history
 from .folder_lock import folder_lock
-from .hub import IGNORED_OF_CHECKPOINTS, create_repository, push
+from .hub import IGNORED_OF_CHECKPOINTS, check_metadata, create_repository, push
 from .identity import HOUSEKEEPING, PLACES, flags, run_settings
 from .launch import create_accelerator
 from .loop import Evaluation, num_training_steps, train
@@ -82,6 +82,7 @@ def start_run(args: RunArguments) -> Iterator[Accelerator]:
             # Before training: otherwise a wrong token would be found only at the end.
             # The full name, for the model card.
             args.hub_model_id = create_repository(str(args.hub_model_id), args.hub_token, args.hub_private_repo)
+            check_metadata(args.language, args.license)
         if not accelerator.is_main_process:
             datasets.disable_progress_bars()
             transformers.logging.disable_progress_bar()

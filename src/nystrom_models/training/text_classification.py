@@ -116,8 +116,8 @@ def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], li
         return _named(list(task.label_names))
     if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
         raise ValueError(
-            f"The column {task.label_column!r} of the train set holds floating-point numbers: --do_regression "
-            "predicts them; classes must be integers or text."
+            f"The column {task.label_column!r} of the train set holds decimal numbers: --do_regression predicts them. "
+            "If they are names of classes, such as 1.10, write them as text in a .jsonl or .parquet file."
         )
     ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
     names = [str(label) for label in ids]
