@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -172,7 +173,8 @@ def test_stopped_at_random_moments_again_and_again(kind, number, data, unstopped
             victims = started if number == signal.SIGTERM else [rng.choice(started)]
             alive = [process for process in victims if process.exitcode is None]
             for process in alive:
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, number)
             stops += bool(alive)
             processes.finish(started)
             if (folder / "result.json").is_file() and not outcome(folder)[0]["interrupted"]:
