@@ -160,6 +160,7 @@ def test_the_last_step_of_a_shorter_run_is_evaluated(examples, tokenizer, tmp_pa
         examples, tokenizer, tmp_path, patience=1, steps=8, resume_from_checkpoint=str(tmp_path / "checkpoint-6")
     )
     assert state.stopped_early and state.step == 6
+    assert [row["step"] for row in state.history if "learning_rate" in row] == [4, 6]
 
 
 def test_going_on_from_before_the_best_forgets_it(examples, tokenizer, tmp_path):

@@ -6,6 +6,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
@@ -31,8 +32,8 @@ _MOST_DIGITS = 18  # all such integers are int64
 # The most characters of a field of a table: the largest C long of all platforms.
 LARGEST_FIELD = 2**31 - 1
 
-# The rows of JSON files whose types are found at once, and from which those of a stream get their columns.
-_PART = 1000
+# Rows whose types are found, and that are written, at once: documents may be books.
+_PART = 100
 
 # Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
 _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
@@ -152,6 +153,7 @@ def rows_of_files(
             cache_dir=None if cache_dir is None else os.fspath(cache_dir),
             gen_kwargs={"files": tuple(_files(names)), **options},
             split=split,
+            writer_batch_size=_PART,
         )
     except DatasetGenerationError as error:
         raise error.__cause__ if isinstance(error.__cause__, ValueError) else error from None
@@ -236,9 +238,11 @@ def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray | None:
 def _documents(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str]]:
     """The documents of .txt files: lines between lines that are empty, or have only spaces."""
     for path, *_ in files:
-        for blank, lines in groupby(decoded_lines(path), key=lambda line: not line.strip()):
+        # Lines may also end in \r\n, or in \r alone.
+        every = (part for line in decoded_lines(path) for part in line.rstrip("\r\n").split("\r"))
+        for blank, lines in groupby(every, key=lambda line: not line.strip()):
             if not blank:
-                yield {"text": "\n".join(line.rstrip("\r\n") for line in lines)}
+                yield {"text": "\n".join(lines)}
 
 
 def _load_texts(
@@ -252,20 +256,37 @@ def _load_texts(
     return rows_of_files(_documents, features, names, flag, cache_dir)
 
 
+def _integer(digits: str) -> int | float:
+    """A number of JSON; those beyond int64, such as hashes, as floating-point numbers."""
+    value = int(digits)
+    return value if -(2**63) <= value < 2**63 else float(value)
+
+
+def _parsed(place: str, text: str) -> Any:
+    """A JSON value. Raises a ValueError if the text is none, or holds half of a character beyond the basic plane."""
+    value = json.loads(text, parse_int=_integer)
+    if re.search(r"\\u[dD]", text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{place}: {error.reason}, but it holds {error.object[error.start]!a}.") from error
+    return value
+
+
 def _items(path: str) -> Iterator[tuple[str, Any]]:
     """What a JSON file lists, or has in its lines, each with its place."""
     if next(filter(str.strip, decoded_lines(path)), "").lstrip().startswith("["):
         try:
-            items = json.loads("".join(decoded_lines(path)))
-        except ValueError as error:
+            items = _parsed(path, "".join(decoded_lines(path)))
+        except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not JSON ({error}).") from error
         yield from ((f"{path}, item {number}", item) for number, item in enumerate(items, start=1))
         return
     for number, line in enumerate(decoded_lines(path), start=1):
         if line.strip():
             try:
-                yield f"{path}, line {number}", json.loads(line)
-            except ValueError as error:
+                yield f"{path}, line {number}", _parsed(f"{path}, line {number}", line)
+            except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{path}, line {number}: not JSON ({error}). A file holds one object a line, or a list of objects."
                 ) from error
@@ -303,22 +324,26 @@ def _json_schema(names: Sequence[str]) -> pa.Schema:
         while part := list(islice(rows, _PART)):
             try:
                 schema = _with_types(schema, {name: [row.get(name) for _, row in part] for name in _columns(part)})
-            except (pa.ArrowException, OverflowError, UnicodeError):
+            except pa.ArrowException:  # value by value, also because large integers and others fit only so
                 for place, row in part:
                     for name, value in row.items():
                         try:
                             schema = _with_types(schema, {name: [value]})
-                        except (pa.ArrowException, OverflowError, UnicodeError) as error:
+                        except pa.ArrowException as error:
                             raise ValueError(f"{place}, column {name!r}: {error}.") from error
-                raise
     return schema
+
+
+def _schema_of_json(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, bytes]]:
+    """[`_json_schema`] as a row, which is kept in the cache: files of gigabytes are not read again at each start."""
+    yield {"schema": _json_schema([path for path, *_ in files]).serialize().to_pybytes()}
 
 
 def _rows_of_json(files: Sequence[tuple[str, int, int]], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of .json or .jsonl files; a field that a row does not have is missing."""
     for path, *_ in files:
         for _, row in _json_rows(path):
-            yield {name: row.get(name) for name in columns}
+            yield dict.fromkeys(columns) | row
 
 
 def _load_json(
@@ -329,7 +354,8 @@ def _load_json(
         return IterableDataset.from_generator(
             with_code(_rows_of_json), gen_kwargs={"files": _files(names), "columns": columns}
         )
-    schema = _json_schema(names)
+    found = rows_of_files(_schema_of_json, Features({"schema": Value("binary")}), names, flag, cache_dir)
+    schema = pa.ipc.read_schema(pa.py_buffer(found[0]["schema"]))
     if not schema.names:
         raise _no_rows(names, flag)
     features = Features.from_arrow_schema(schema)

@@ -234,12 +234,13 @@ class FinetuningRun(ABC):
 
     def own_order(self, names: list[str]) -> list[str]:
         """Names of classes in the order of the model's classifier, if it was trained for them; else as given. Says if
-        it was trained for as many others."""
+        the model names as many others."""
         before, own = class_names(self.config), in_own_order(self.config, names)
-        if len(before) == len(own) and sorted(before) != sorted(own) and before != unnamed_classes(len(own)):
+        others = len(before) == len(own) and sorted(before) != sorted(own) and before != unnamed_classes(len(own))
+        if others and self.args.model_name_or_path is not None:
             self.accelerator.print(
-                f"The classifier of {self.args.model_name_or_path} was trained for {', '.join(before)}: it is trained "
-                f"on, for {', '.join(own)}."
+                f"{self.args.model_name_or_path} names the classes {', '.join(before)}: if it has a classifier for "
+                f"them, this one is trained on, for {', '.join(own)}."
             )
         return own
 

@@ -384,7 +384,7 @@ class TrainingLoop:
                     f"Stopping after step {state.step}: {evaluation.goal.metric} was best at step {state.best.step}."
                 )
         self.started += time.perf_counter() - paused
-        if state.stopped_early and state.step % self.logging_steps:
+        if state.stopped_early and state.step % self.logging_steps and self.window.sums:
             self.log()  # the last steps
 
     def save(self) -> None:

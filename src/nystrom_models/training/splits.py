@@ -79,7 +79,7 @@ def _warn_of_lines(test_file: Sequence[str]) -> None:
     for path in test_file:
         if file_ending(path) == ".txt":
             lines = "".join(decoded_lines(path)).strip().splitlines()
-            if len(lines) > 1 and "" not in lines:
+            if len(lines) > 1 and all(map(str.strip, lines)):
                 warnings.warn(
                     f"--test_file {path} has {len(lines)} lines and no empty line, so that all of it is one text with "
                     "one prediction: put an empty line between texts, or write them into a .csv file with the header "
