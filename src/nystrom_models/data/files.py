@@ -259,7 +259,7 @@ def _load_texts(
 def _integer(digits: str) -> int | float:
     """A number of JSON; those beyond int64, such as hashes, as floating-point numbers."""
     value = int(digits)
-    return value if -(2**63) <= value < 2**63 else float(value)
+    return value if -(2**63) <= value < 2**63 else float(digits)
 
 
 def _parsed(place: str, text: str) -> Any:
