@@ -38,17 +38,18 @@ _PART = 100
 # Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
 _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
 
-# The reader of `datasets` for each suffix, and its options. Texts, tables and JSON are read by this module: `datasets`
+# The reader of `datasets` for a suffix, and its options. Texts, tables and JSON are read by this module: `datasets`
 # separates documents by a line without spaces, makes other texts of "01", "NA" and 2024-01-31, and gives a column the
 # type of its first rows.
-_JSON = (".json", ".jsonl")
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".txt": ("text", {}),
-    **dict.fromkeys(_JSON, ("json", {})),
-    **dict.fromkeys(_TABLES, ("csv", {})),
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     **dict.fromkeys((".fa", ".fasta", ".fna", ".ffn", ".faa", ".frn"), _FASTA),
 }
+
+_JSON = (".json", ".jsonl")
+
+# The suffixes of all files that can be read.
+FORMATS = (".txt", *_JSON, *_TABLES, *_READERS)
 
 
 def file_ending(path: str) -> str:
@@ -91,7 +92,7 @@ def _load(
                 parts.append(Dataset(pq.read_table(pa.BufferReader(file.read()))))
         rows = concatenate_datasets(parts)
         return rows.to_iterable_dataset() if streaming else rows
-    builder, options = FORMATS[ending]
+    builder, options = _READERS[ending]
     if not hasattr(packaged_modules, builder):
         raise ValueError(f"{ending} files are read by datasets 5.1 or newer; update it from {datasets.__version__}.")
     return load_dataset(
@@ -164,6 +165,15 @@ def rows_of_files(
     return rows
 
 
+def _stream_of_files(
+    read: Callable[..., Iterator[dict[str, Any]]], features: Features | None, names: Sequence[str], **options: Any
+) -> IterableDataset:
+    """As [`rows_of_files`], read during iteration; each file is a shard."""
+    return IterableDataset.from_generator(
+        with_code(read), features=features, gen_kwargs={"files": _files(names), **options}
+    )
+
+
 def _records(path: str) -> Iterator[tuple[int, list[str]]]:
     """The rows of a .csv or .tsv file, each with the number of its last line; that of an empty line is empty."""
     csv.field_size_limit(LARGEST_FIELD)
@@ -212,9 +222,7 @@ def _load_tables(
     if not features:
         raise _no_rows(names, flag)
     if streaming:
-        return IterableDataset.from_generator(
-            with_code(_rows_of_tables), features=features, gen_kwargs={"files": _files(names)}
-        )
+        return _stream_of_files(_rows_of_tables, features, names)
     dataset = rows_of_files(_rows_of_tables, features, names, flag, cache_dir)
     numbers = {name: _numbers(dataset.data.column(name)) for name in dataset.column_names}
     dataset = _with_columns(dataset, {name: column for name, column in numbers.items() if column is not None})
@@ -250,9 +258,7 @@ def _load_texts(
 ) -> Dataset | IterableDataset:
     features = Features({"text": Value("string")})
     if streaming:
-        return IterableDataset.from_generator(
-            with_code(_documents), features=features, gen_kwargs={"files": _files(names)}
-        )
+        return _stream_of_files(_documents, features, names)
     return rows_of_files(_documents, features, names, flag, cache_dir)
 
 
@@ -351,9 +357,7 @@ def _load_json(
 ) -> Dataset | IterableDataset:
     if streaming:  # without types: they would be those of the first rows, and later values would be cast to them
         columns = _columns(islice(chain.from_iterable(map(_json_rows, names)), _PART))
-        return IterableDataset.from_generator(
-            with_code(_rows_of_json), gen_kwargs={"files": _files(names), "columns": columns}
-        )
+        return _stream_of_files(_rows_of_json, None, names, columns=columns)
     found = rows_of_files(_schema_of_json, Features({"schema": Value("binary")}), names, flag, cache_dir)
     schema = pa.ipc.read_schema(pa.py_buffer(found[0]["schema"]))
     if not schema.names:
