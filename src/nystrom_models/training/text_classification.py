@@ -26,7 +26,6 @@ from ..data.classification import (
 )
 from ..data.loading import eval_dataloader
 from ..data.metrics import load_metric
-from ..data.metrics.text_classification import metric_names
 from .finetuning import FinetuningArguments, FinetuningRun, class_names, in_own_order, unnamed_classes
 from .objectives import ClassificationObjective, MultiLabelObjective, Objective, RegressionObjective
 from .scores import predict
@@ -344,6 +343,8 @@ class TextClassificationRun(FinetuningRun):
 
     def metrics(self) -> Iterable[str]:
         """As `FinetuningRun.metrics`."""
+        from ..data.metrics.text_classification import metric_names  # slow, with evaluate, SciPy and scikit-learn
+
         return metric_names(self.task.metric)
 
     def score(self, model: nn.Module, split: str, batch_size: int) -> tuple[Tensor, dict[str, float]]:
