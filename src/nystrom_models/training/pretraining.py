@@ -239,6 +239,39 @@ def _loader(
     return loader, ordered_share(rows), data_digest(rows)
 
 
+# Held-out figures of rows that have a sentence order.
+_SOP_SCORES = ("sop_loss", "sop_accuracy")
+
+
+def _train_lora_alone(
+    accelerator: Accelerator, model: PreTrainedModel, args: PretrainingArguments, optimization: OptimizationArguments
+) -> None:
+    """Adds LoRA as the flags say, and leaves only its parameters to be trained.
+
+    Raises:
+        ValueError: if the optimizer or the launcher does not work with it.
+    """
+    if optimization.optim == "muon":
+        raise ValueError("Muon does not support the matrices of --lora_r: use --optim adamw.")
+    if accelerator.distributed_type in SHARDED:
+        raise ValueError(
+            f"--lora_r needs whole matrices, but {accelerator.distributed_type.value} divides them: use a launch file "
+            "of configs/accelerate/ without sharding."
+        )
+    assert args.lora_r is not None
+    add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
+    accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
+
+
+def _describe_teacher(accelerator: Accelerator, teacher: Teacher, args: PretrainingArguments) -> None:
+    """Prints what the teacher is, and how it reads rows that are longer than it takes."""
+    accelerator.print(f"Teacher: {type(teacher.model).__name__} of {teacher.model.num_parameters():,} parameters")
+    if teacher.longest is not None and teacher.longest < (args.max_length or 0):
+        accelerator.print(
+            f"The teacher takes {teacher.longest} tokens: it reads rows of up to {args.max_length} in windows"
+        )
+
+
 def pretrain(
     args: PretrainingArguments,
     optimization: OptimizationArguments,
@@ -293,28 +326,14 @@ def pretrain(
         objective: Objective = PretrainingObjective()
         settings = model_settings(config, tokenizer)
         if args.lora_r is not None:
-            if optimization.optim == "muon":
-                raise ValueError("Muon does not support the matrices of --lora_r: use --optim adamw.")
-            if accelerator.distributed_type in SHARDED:
-                raise ValueError(
-                    f"--lora_r needs whole matrices, but {accelerator.distributed_type.value} divides them: use a "
-                    "launch file of configs/accelerate/ without sharding."
-                )
-            add_lora(model, args.lora_r, args.lora_alpha or 1.0, args.sentence_order)
-            accelerator.print(f"LoRA: {model.num_parameters(only_trainable=True):,} parameters are trained")
+            _train_lora_alone(accelerator, model, args, optimization)
             # Checkpoints hold only the trained parameters. The others are read again on resuming.
             settings["the initial weights"] = identity["model"]
         teacher = _teacher(args, tokenizer)
         if teacher is not None:
             objective = with_teacher(objective, teacher, model, accelerator, args)
             settings["the teacher's weights"] = identity["teacher"] = teacher.digest
-            accelerator.print(
-                f"Teacher: {type(teacher.model).__name__} of {teacher.model.num_parameters():,} parameters"
-            )
-            if teacher.longest is not None and teacher.longest < (args.max_length or 0):
-                accelerator.print(
-                    f"The teacher takes {teacher.longest} tokens: it reads rows of up to {args.max_length} in windows"
-                )
+            _describe_teacher(accelerator, teacher, args)
         save_model = _save(accelerator, tokenizer, config.sparse_prediction)
         # Only the logits of masked tokens are computed. How many there are depends on the data, so a compiled model,
         # whose shapes are fixed by its inputs, computes all.
@@ -326,8 +345,6 @@ def pretrain(
         card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
         card["data"] += _taught_by(args)
         card["example"] = _masked_example(tokenizer)
-        order = ("sop_loss", "sop_accuracy") if args.sentence_order else ()
-        metrics = ("mlm_loss", "mlm_accuracy", "perplexity", *order)
         return train_and_score(
             accelerator,
             model,
@@ -336,7 +353,7 @@ def pretrain(
             args,
             optimization,
             scores,
-            metrics,
+            ("mlm_loss", "mlm_accuracy", "perplexity", *(_SOP_SCORES if args.sentence_order else ())),
             "Pretraining",
             save_model,
             settings,
