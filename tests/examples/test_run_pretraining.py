@@ -177,7 +177,7 @@ def test_scores_over_a_setting_and_a_table(trained, tmp_path, capsys):
 def documents_of(corpus, **options):
     """The documents of a run with these flags."""
     fields = {"output_dir": "x", "config_name": "x", "tokenizer_name": "x", "train_file": [f"{corpus}/train.txt"]}
-    return load_documents(run_pretraining.PretrainingArguments(**fields, **options))
+    return load_documents(run_pretraining.PretrainingArguments(**fields | options))
 
 
 def test_scores_are_those_of_the_saved_model_on_the_held_out_documents(trained, corpus):
@@ -255,6 +255,16 @@ def test_the_held_out_documents_of_a_stream_are_not_trained_on(corpus):
     held_out, rest = documents["validation"]["text"], [row["text"] for row in documents["train"]]
     assert isinstance(documents["validation"], Dataset) and len(held_out) == 10
     assert [text.strip() for text in [*held_out, *rest]] == DOCUMENTS
+
+
+def test_the_held_out_documents_of_a_stream_may_have_anything_beside_their_texts(corpus, tmp_path):
+    rows = [{"text": "a", "id": 1}, {"id": "two", "text": "b"}, {"text": "c", "id": [3]}, {"text": 4}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"train_file": [f"{tmp_path}/rows.jsonl"], "streaming": True}
+    documents = documents_of(corpus, **options, max_eval_samples=3)
+    assert documents["validation"]["text"][:] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"'text' of document 4, .* must hold text, but holds 4"):
+        documents_of(corpus, **options, max_eval_samples=4)
 
 
 @pytest.mark.parametrize(

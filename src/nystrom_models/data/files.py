@@ -268,34 +268,49 @@ def _integer(digits: str) -> int | float:
     return value if -(2**63) <= value < 2**63 else float(digits)
 
 
-def _parsed(place: str, text: str) -> Any:
-    """A JSON value. Raises a ValueError if the text is none, or holds half of a character beyond the basic plane."""
-    value = json.loads(text, parse_int=_integer)
-    if re.search(r"\\u[dD]", text):
+_DECODER = json.JSONDecoder(parse_int=_integer)
+
+
+_NOT_SPACE, _HALF_CHARACTER = re.compile(r"\S"), re.compile(r"\\u[dD]")
+
+
+def _values(path: str, text: str, line: int = 1) -> Iterator[Any]:
+    """The JSON values of a text that begins in this line of a file, one after another. Raises a ValueError if the text
+    is not JSON, or if a value holds half of a character beyond the basic plane."""
+    end = 0
+    while begin := _NOT_SPACE.search(text, end):
         try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: {error.reason}, but it holds {error.object[error.start]!a}.") from error
-    return value
+            value, end = _DECODER.raw_decode(text, begin.start())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {line + error.lineno - 1}: not JSON ({error.msg}, column {error.colno}). "
+                "A file holds objects, one after another, or a list of objects."
+            ) from error
+        if half := _HALF_CHARACTER.search(text, begin.start(), end):
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                place = f"{path}, line {line + text.count(chr(10), 0, half.start())}"
+                raise ValueError(f"{place}: {error.reason}, but it holds {error.object[error.start]!a}.") from error
+        yield value
+
+
+def _in_lines(path: str) -> bool:
+    """Whether a JSON file has its objects in lines: the first line that is not empty is an object, or several."""
+    first = next(filter(str.strip, decoded_lines(path)), "{}").strip()
+    return first.startswith("{") and first.endswith("}")
 
 
 def _items(path: str) -> Iterator[tuple[str, Any]]:
-    """What a JSON file lists, or has in its lines, each with its place."""
-    if next(filter(str.strip, decoded_lines(path)), "").lstrip().startswith("["):
-        try:
-            items = _parsed(path, "".join(decoded_lines(path)))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON ({error}).") from error
-        yield from ((f"{path}, item {number}", item) for number, item in enumerate(items, start=1))
+    """What a JSON file lists, or has one after another, each with its place."""
+    if _in_lines(path):
+        for number, line in enumerate(decoded_lines(path), start=1):
+            yield from ((f"{path}, line {number}", value) for value in _values(path, line.rstrip(), number))
         return
-    for number, line in enumerate(decoded_lines(path), start=1):
-        if line.strip():
-            try:
-                yield f"{path}, line {number}", _parsed(f"{path}, line {number}", line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: not JSON ({error}). A file holds one object a line, or a list of objects."
-                ) from error
+    # A list, or objects over several lines.
+    values = _values(path, "".join(decoded_lines(path)))
+    items = chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+    yield from ((f"{path}, item {number}", item) for number, item in enumerate(items, start=1))
 
 
 def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -376,7 +391,7 @@ def load_files(
 
     Args:
         paths: `.txt` (column `text`; documents are separated by lines that are empty or have only spaces), `.jsonl`
-            (one object a line; texts that look like dates are texts), `.json` (the same, or a list of objects), `.csv`
+            or `.json` (objects, one after another, or a list of objects; texts that look like dates are texts), `.csv`
             or `.tsv` (with a header; an empty field is missing, and in `.tsv` files quotes are text), `.parquet` or
             FASTA (`.fa`, `.fasta`, `.fna`, `.ffn`, `.faa`, `.frn`; columns `id`, `description` and `sequence`), each
             also compressed as `.gz`; in UTF-8. A column of a table that holds only numbers becomes numbers; integers

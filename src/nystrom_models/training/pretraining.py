@@ -47,6 +47,7 @@ from .optimization import OptimizationArguments
 from .run import finish_run, prepare_model, start_run
 from .saving import SHARDED, bare_model, save_pretrained
 from .scores import evaluate
+from .splits import first_documents
 from .teacher import Teacher
 
 # Share of held-out tokens that are masked, whatever --mlm_probability is, so that runs can be compared.
@@ -231,7 +232,7 @@ def _loader(
     if isinstance(documents, IterableDataset):
         options = stream_arguments(args, optimization)
         stream = pretraining_stream(documents, tokenizer, collator, **args.row_options(), **options)
-        first = Dataset.from_list(list(documents.take(100)))
+        first = first_documents(documents, 100, args.text_column_name)
         share = ordered_share(_rows(args, first, tokenizer, "first"))
         return stream, share, data_digest(documents)
     rows = _rows(args, documents, tokenizer, "training")

@@ -11,6 +11,7 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from ..data.files import decoded_lines, file_ending, load_files
+from ..data.pretraining import texts_of
 from .arguments import DataArguments
 from .language_modeling import LanguageModelingArguments
 
@@ -165,6 +166,20 @@ def _load_documents(args: LanguageModelingArguments) -> tuple[Any, Any]:
     return found[train_split] if train_split else None, found.get(validation_split)
 
 
+def first_documents(documents: IterableDataset, number: int, text_column: str) -> Dataset:
+    """The texts of the first documents of a stream. Other columns are left out, unless there are no texts: the types
+    of their values may differ.
+
+    Raises:
+        ValueError: if one of them is not a text.
+    """
+    rows = list(documents.take(number))
+    if not any(text_column in row for row in rows):
+        return Dataset.from_list(rows)
+    texts = {text_column: [row.get(text_column) for row in rows]}
+    return Dataset.from_dict({text_column: texts_of(texts, range(len(rows)), text_column)})
+
+
 def _stream(
     args: LanguageModelingArguments, train: IterableDataset | None, validation: Dataset | IterableDataset | None
 ) -> dict[str, Dataset | IterableDataset]:
@@ -177,7 +192,7 @@ def _stream(
         if validation is None:
             assert train is not None
             validation, train = train.take(args.max_eval_samples), train.skip(args.max_eval_samples)
-        validation = Dataset.from_list(list(validation.take(args.max_eval_samples)))
+        validation = first_documents(validation, args.max_eval_samples, args.text_column_name)
     elif args.max_eval_samples is not None:
         validation = validation.select(range(min(len(validation), args.max_eval_samples)))
     if train is None:
