@@ -13,8 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(shell [ -t 2 ] || echo
 NEWEST := $(shell sed -n 's/^transformers==//p' constraints.txt)
 FLOOR_PINS := tests/compat/requirements-floor.txt
 FLOOR := $(CACHE)/floor
-QUANTIZATION_PINS := tests/models/requirements-quantization.txt
-QUANTIZATION := $(CACHE)/quantization
+APART_PINS := tests/models/requirements-apart.txt
+APART := $(CACHE)/apart
 SDIST := $(CACHE)/transformers-$(NEWEST)
 
 # Test workers share the cores: one thread each. The tests compare with a CPU; those for a GPU are a part of `make gpu`.
@@ -31,7 +31,7 @@ help: ## List the targets
 quickstart: $(VENV)/installed ## Pretrain, fill masks and fine-tune on this machine's own docstrings (minutes, no download)
 	@GOMP_SPINCOUNT=10000 $(BIN)/python examples/quickstart.py
 
-test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(QUANTIZATION)/installed ## Run the tests on the newest and the lowest supported Transformers
+test: $(VENV)/installed $(SDIST)/unpacked $(FLOOR)/installed $(APART)/installed ## Run the tests on the newest and the lowest supported Transformers
 	@echo "Compatibility tests, $$(sed -n 's/==/ /p' $(FLOOR_PINS) | head -n 1)"
 	@$(ON_CPU) PYTHONPATH=$(FLOOR) $(BIN)/python -m pytest -q tests/compat tests/models/test_generation.py
 	@echo "All tests, transformers $(NEWEST)"
@@ -94,8 +94,8 @@ $(FLOOR)/installed: $(VENV)/installed $(FLOOR_PINS)
 	@$(PIP) install --no-deps --target $(FLOOR) --requirement $(FLOOR_PINS)
 	@touch $@
 
-$(QUANTIZATION)/installed: $(VENV)/installed $(QUANTIZATION_PINS)
-	@echo "Fetching torchao and bitsandbytes"
-	@rm -rf $(QUANTIZATION)
-	@$(PIP) install --no-deps --target $(QUANTIZATION) --requirement $(QUANTIZATION_PINS)
+$(APART)/installed: $(VENV)/installed $(APART_PINS)
+	@echo "Fetching torchao, bitsandbytes and Opacus"
+	@rm -rf $(APART)
+	@$(PIP) install --no-deps --target $(APART) --requirement $(APART_PINS)
 	@touch $@

@@ -5,7 +5,7 @@
     python tests/matrix.py --pythons python3.10 --packages torch==2.13.0
 
 Each gets its own environment in .cache/matrix, with the package built and installed. Finally it prints a table in
-Markdown. Transformers' common tests and those of quantization, which need pinned versions, are left out.
+Markdown. Transformers' common tests and those of quantization and Opacus, which need pinned versions, are left out.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
 FOLDERS = ("models", "kernels", "compat", "conversion", "interface", "analysis", "deployment", "data", "training")
 # They need packages that `make test` downloads for the pinned versions.
-LEFT_OUT = ("tests/models/test_quantization.py",)
+LEFT_OUT = ("tests/models/test_opacus.py", "tests/models/test_quantization.py")
 ASK = """
 import importlib.metadata, json, platform
 names = ("torch", "transformers", "accelerate", "datasets")

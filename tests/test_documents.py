@@ -21,7 +21,7 @@ import nystrom_models
 from benchmarks import capabilities
 from benchmarks.cli import build_parser
 from nystrom_models.data import causal_tokenizer, train_tokenizer
-from tests.models import quantization
+from tests.models import apart
 from tests.packaging.floors import project
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +84,7 @@ def quickstart(tmp_path_factory):
 def test_python_of_the_pages_runs(code, page, line, quickstart, monkeypatch):
     monkeypatch.chdir(quickstart)
     if "BitsAndBytesConfig" in code:
-        quantization.run(code, quickstart)
+        apart.run(code, quickstart)
         return
     # The default back end needs a C++ compiler, which not every machine has.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -377,3 +377,9 @@ def test_a_batch_of_empty_texts_is_no_error(option):
         classify = make_model(option, "ForSequenceClassification", classifier_pooling=pooling)
         for given in (inputs, {"input_ids": inputs["input_ids"]}):
             assert classify(**given).logits.isfinite().all()
+    answers = dict.fromkeys(("start_positions", "end_positions"), torch.zeros(2, dtype=torch.long))
+    labels = {"labels": inputs["input_ids"]}
+    for given in (inputs, {"input_ids": inputs["input_ids"]}):
+        assert model(**given, **labels).loss == 0
+        if "causal" not in option:
+            assert make_model(option, "ForQuestionAnswering")(**given, **answers).loss == 0

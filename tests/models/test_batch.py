@@ -236,6 +236,23 @@ def test_hidden_states_are_zero_at_padding_on_every_path(option):
             assert [tuple(map_.shape) for map_ in outputs.attentions] == [(6, 4, LENGTH, LENGTH)] * 2
 
 
+@pytest.mark.parametrize("content", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("option", FAMILIES)
+def test_embeddings_at_padding_may_be_anything(option, content):
+    model = make_model(option, "ForTokenClassification")
+    inputs = draw(MASKS["every kind"])
+    tokens = inputs["attention_mask"].bool()
+    clean = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    embeddings = clean.masked_fill(~tokens[..., None], content).requires_grad_()
+    expected = model(inputs_embeds=clean, **inputs).logits
+    for name in LAYOUTS:
+        with layout(model, name):
+            logits = model(inputs_embeds=embeddings, **inputs).logits
+        assert relative_error(logits, expected) < 1e-5
+        [gradient] = torch.autograd.grad(logits.square().sum(), embeddings)
+        assert gradient[tokens].isfinite().all() and (gradient[~tokens] == 0).all() and gradient.any()
+
+
 @pytest.mark.parametrize("option", FAMILIES)
 def test_gradients_reach_the_states_that_are_returned(option):
     model = make_model(option)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.models import quantization
+from tests.models import apart
 from tests.models.options import OPTIONS
 
 ONE_OF_A_FAMILY = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
@@ -100,13 +100,13 @@ for option in ("nystromformer-landmarks", "linformer-layerwise", "linear-elu"):
 
 
 def test_torchao(tmp_path):
-    quantization.run(TORCHAO, tmp_path)
+    apart.run(TORCHAO, tmp_path)
 
 
 @pytest.mark.parametrize("options", [ONE_OF_A_FAMILY, pytest.param(tuple(OPTIONS), marks=pytest.mark.slow)], ids=len)
 def test_bitsandbytes(options, tmp_path):
-    quantization.run(BITSANDBYTES, tmp_path, *options)
+    apart.run(BITSANDBYTES, tmp_path, *options)
 
 
 def test_qlora(tmp_path):
-    quantization.run(QLORA, tmp_path)
+    apart.run(QLORA, tmp_path)

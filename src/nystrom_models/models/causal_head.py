@@ -260,7 +260,7 @@ def next_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
         tokens.
     """
     if attention_mask is None:
-        return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
     mask = (attention_mask[:, -labels.shape[1] :] != 0).to(labels.device)
     lengths = mask.sum(dim=-1, keepdim=True)
     ranked = labels.gather(1, positions_by_rank(mask))

@@ -39,7 +39,12 @@ class Embeddings(nn.Module):
         If `position_ids` are not given, the valid tokens are counted, so that padding on the left changes no position.
         """
         # Words are looked up in the shape as given: hooks on that module (NEFTune's noise) expect (B, N, E).
-        words = self.word_embeddings(inputs) if inputs.dim() == 2 else inputs
+        if inputs.dim() == 2:
+            words = self.word_embeddings(inputs)
+        elif batch.given_mask is None:
+            words = inputs
+        else:  # padding may hold anything, also NaN, which no later zero of a mask removes
+            words = inputs.masked_fill(~batch.given_mask[..., None], 0)
         embeddings = batch.enter(words)
         if position_ids is None:
             position_ids = batch.positions + self.first_position

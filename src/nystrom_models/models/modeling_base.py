@@ -50,11 +50,15 @@ class BaseModelOutput(BaseModelOutputWithPoolingAndCrossAttentions):
     token_places: Tensor | None = None
 
 
-def has_adapters_by_row(model: nn.Module) -> bool:
-    """Whether PEFT gives each row of a batch an adapter of its own (`adapter_names`), for which it divides the first
-    dimension of the states."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+def needs_rows(model: nn.Module) -> bool:
+    """Whether hooks divide the first dimension of the states into the rows of a batch: those of PEFT, if each row has
+    an adapter of its own (`adapter_names`), and those of Opacus, for the gradients of each row."""
+    for module in model.modules():
+        if any("adapter_names" in getattr(hook, "keywords", ()) for hook in module._forward_pre_hooks.values()):
+            return True
+        if any(getattr(hook, "__name__", "") == "capture_activations_hook" for hook in module._forward_hooks.values()):
+            return True
+    return False
 
 
 class BasePreTrainedModel(PreTrainedModel):
@@ -329,7 +333,7 @@ class BaseModel(BasePreTrainedModel):
             warn_of_mixed_documents(packed_positions)
         # A map has rows and columns of all N tokens.
         pack = mask is not None and self.config.unpad_inputs and not output_attentions
-        pack = pack and not has_adapters_by_row(self)
+        pack = pack and not needs_rows(self)
         batch = make_batch(mask, shape, inputs.device, pack=pack, cache=cache, documents=seq_idx)
         limit = self.config.max_position_embeddings
         # A row of the batch is a document, if rows are packed with them.

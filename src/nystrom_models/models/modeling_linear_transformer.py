@@ -79,11 +79,11 @@ class LinearTransformerSelfAttention(SelfAttention):
         if self.projection is not None:
             lengths = None if mask is None else mask.sum(dim=-1)
             if batch.maps is not None:
-                matrix = self.projection(value, lengths, as_matrix=True)
+                matrix = self.projection(value, lengths=lengths, as_matrix=True)
             if mask is not None:
                 key = key.masked_fill(~mask[:, None, :, None], 0)
-            key = self.projection(key, lengths)
-            value = self.projection(self.without_padding(value, batch), lengths)
+            key = self.projection(key, lengths=lengths)
+            value = self.projection(self.without_padding(value, batch), lengths=lengths)
             mask = None
         if batch.maps is not None:
             rows, causal = batch.maps.rows, self.config.is_decoder

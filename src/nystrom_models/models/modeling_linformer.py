@@ -69,10 +69,10 @@ class LinformerSelfAttention(SelfAttention):
         if self.projects_first:
             rows = batch.to_clean_rows(hidden_states)
             # A shared projection may be on another device.
-            slots = key_projection(rows, lengths).to(rows.device)
+            slots = key_projection(rows, lengths=lengths).to(rows.device)
             keys = [split_heads(self.key(slots), self.num_heads)]
             if value_projection is not key_projection:
-                slots = value_projection(rows, lengths)
+                slots = value_projection(rows, lengths=lengths)
             values = [split_heads(self.value(slots), self.num_heads)]
         else:
             keys = self.project_heads(self.key, key_projection, hidden_states, batch)
@@ -85,7 +85,7 @@ class LinformerSelfAttention(SelfAttention):
         if batch.maps is not None:
             tokens, bias = without_bias(self.value, hidden_states)
             tokens = self.in_heads(tokens, batch)
-            matrix = value_projection(tokens, lengths, as_matrix=True).to(tokens.device)
+            matrix = value_projection(tokens, lengths=lengths, as_matrix=True).to(tokens.device)
             matrices = [matrix] if self.slots_of_heads is None else matrix.split(self.slots_of_heads, dim=2)
             dropout_p = self.dropout if self.is_eager else 0.0
             maps = [
@@ -114,10 +114,10 @@ class LinformerSelfAttention(SelfAttention):
         """E (X W) + b, (B, H, K', D) of each group of heads, for projections after the linear layer."""
         lengths = batch.plan.lengths
         if self.config.projection_type == "max_pool":
-            return [projection(self.in_heads(linear(hidden_states), batch), lengths)]
+            return [projection(self.in_heads(linear(hidden_states), batch), lengths=lengths)]
         tokens, bias = without_bias(linear, hidden_states)
         tokens = split_heads(batch.to_clean_rows(tokens), self.num_heads)
-        slots, bias = projection(tokens, lengths), split_heads(bias, self.num_heads)
+        slots, bias = projection(tokens, lengths=lengths), split_heads(bias, self.num_heads)
         if self.slots_of_heads is None:
             return [slots + bias]
         heads = slots.split(self.slots_of_heads, dim=1)
@@ -156,7 +156,7 @@ class LinformerStack(LayerStack):
         return LinformerPlan(lengths, shared)
 
     def _project_shared(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
-        return self.sequence_projection(states, lengths, as_matrix)
+        return self.sequence_projection(states, lengths=lengths, as_matrix=as_matrix)
 
 
 class LinformerPreTrainedModel(BasePreTrainedModel):

@@ -58,7 +58,7 @@ class SequenceProjection(nn.Module):
         else:
             init.normal_(self.weight, mean=0.0, std=self.std)
 
-    def forward(self, states: Tensor, lengths: Tensor | None, as_matrix: bool = False) -> Tensor:
+    def forward(self, states: Tensor, lengths: Tensor | None = None, as_matrix: bool = False) -> Tensor:
         """Tokens by rank, (B, N, C) or (B, H, N, D), -> slots (B, K', C) or (B, H, K', D), see `project`.
 
         If heads differ in K, (B, H, N, D) -> (B, sum of K, D), with the slots of one head after the other.

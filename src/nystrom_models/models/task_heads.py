@@ -255,7 +255,7 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
             logits = logits.masked_fill(attention_mask.to(logits.device) == 0, torch.finfo(logits.dtype).min)
         positions = positions.flatten()
         outside = (positions < 0) | (positions >= logits.shape[1])
-        if attention_mask is not None:
+        if attention_mask is not None and logits.shape[1] > 0:
             within = positions.clamp(0, logits.shape[1] - 1)[:, None]
             outside |= (attention_mask.to(positions.device).gather(1, within) == 0)[:, 0]
         return cross_entropy(logits, positions.masked_fill(outside, IGNORED), num_items_in_batch)
