@@ -2,6 +2,7 @@
 """Checkpoints converted to models of this package, against the original models."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -369,6 +370,29 @@ def test_an_encoder_that_is_not_its_configurations_is_refused(change, message, t
     edit_weights(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         convert(tmp_path, converted_config(tmp_path), ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_adapter_must_be_merged_first(alone, tmp_path):
+    from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+
+    source, folder = tmp_path / "source", tmp_path / "adapter"
+    save_source(source, "Bert", "ForSequenceClassification")
+    if not alone:  # in the folder of its model, from which Transformers reads it, too
+        shutil.copytree(source, folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(source)
+    config = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder)
+    for call in (converted_config, lambda path: convert(path, converted_config(source))):
+        with pytest.raises(ValueError, match=r"holds an adapter of PEFT .*merge it first"):
+            call(folder)
+    merged = AutoPeftModelForSequenceClassification.from_pretrained(folder).merge_and_unload().eval()
+    merged.save_pretrained(tmp_path / "merged")
+    converted = convert(tmp_path / "merged", converted_config(tmp_path / "merged", num_landmarks=None)).eval()
+    ids = torch.randint(5, 50, (2, 9))
+    assert relative_error(converted(ids).logits, merged(ids).logits) < 1e-5
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(source).eval()
+    assert relative_error(converted(ids).logits, plain(ids).logits) > 1e-3
 
 
 def bert_tokenizer():

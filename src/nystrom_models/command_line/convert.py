@@ -15,11 +15,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import AutoConfig
-
 from ..conversion import Matching, convert_checkpoint, converted_config
 from ..conversion.convert import check_output_dir
 from ..conversion.positions import METHODS
+from ..conversion.reading import read_config
 from ..conversion.sources import HEADS
 from ..models.configuration_linear_transformer import FEATURE_MAPS
 from ..models.configuration_linformer import SHARING_MODES
@@ -127,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
     overrides = {name: given[name] for name in fields if name in given}
     if arguments.max_length is not None:
         overrides["max_position_embeddings"] = arguments.max_length
-    source_config = AutoConfig.from_pretrained(arguments.source, **files)
+    source_config = read_config(arguments.source, **files)
     config = converted_config(source_config, arguments.family, **overrides)
     matching = None if arguments.matching_steps is None else Matching(steps=arguments.matching_steps)
     sample = None if arguments.sample_file is None else read_texts(arguments.sample_file)

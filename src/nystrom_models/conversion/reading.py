@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
@@ -39,6 +39,24 @@ class SourceModel:
     head: str
     weights: dict[str, tuple[Tensor, str]]
     unread: set[str]
+
+
+def read_config(model_name_or_path: str | os.PathLike, **arguments: Any) -> PreTrainedConfig:
+    """The configuration of a checkpoint.
+
+    Args:
+        arguments: of `from_pretrained`.
+
+    Raises:
+        ValueError: if the folder holds an adapter of PEFT.
+    """
+    if os.path.isfile(os.path.join(model_name_or_path, "adapter_config.json")):
+        raise ValueError(
+            f"{model_name_or_path} holds an adapter of PEFT (adapter_config.json): merge it first, and convert the "
+            "merged model: AutoPeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), with the "
+            "class of its task."
+        )
+    return AutoConfig.from_pretrained(model_name_or_path, **arguments)
 
 
 def auto_class(head: str) -> Any:
