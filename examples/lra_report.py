@@ -7,17 +7,22 @@
 The first command reads the all_results.json of examples/run_lra.py in each folder, of one run or of a grid over seeds,
 and prints two tables in Markdown: accuracies, with empty cells for tasks that were not run, and the recipes of our
 runs with their cost. Of several recipes for one cell, the first table has the one that is best on the validation set.
+Runs with the same settings but different seeds are one recipe. Folders without a finished run, or without a trained
+model's scores on a test set, are named and left out.
 A run that started from the model of another run of the same task, as on shorter expressions, counts with it.
 The second command draws pictures of Pathfinder; it needs matplotlib.
 """
 
 import argparse
+import json
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nystrom_models.data.lra import ARENA_TASKS
+from nystrom_models.training.identity import HOUSEKEEPING, NOT_OF_THE_MODEL, PLACES
 from nystrom_models.training.results import read_json, read_results
 
 TASKS = tuple(ARENA_TASKS)
@@ -80,16 +85,41 @@ def stages_of(content: Mapping[str, Any], place: Path) -> tuple[list[Mapping[str
     return stages, ""
 
 
+def settings_of(content: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that runs which differ only in their seed share: flags, configuration, data and number of processes."""
+    left_out = HOUSEKEEPING | PLACES | {"seed"}
+    arguments = {name: value for name, value in content["arguments"].items() if name not in left_out}
+    identity = content.get("identity") or {}
+    return {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL} | {
+        **arguments,
+        "data": identity.get("data"),
+        "processes": identity.get("processes", 1),
+    }
+
+
 def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Figures of each run, by row and task."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    places: dict[Path, None] = {}
+    nothing = FileNotFoundError("--runs takes folders of finished runs of run_lra.py.")
     for folder in folders:
-        for content, place in runs_in(Path(folder)):
+        try:
+            runs = list(runs_in(Path(folder)))
+        except FileNotFoundError as error:
+            nothing = error
+            print(f"Left out: {error}", file=sys.stderr)
+            continue
+        for content, place in runs:
+            if place.resolve() in places:
+                continue
+            places[place.resolve()] = None
             arguments, results = content["arguments"], content["results"]
             if "test" not in results or "train" not in results:
-                raise ValueError(f"{place} has no scores of a trained model on a test set.")
+                print(f"Left out: {place} has no scores of a trained model on a test set.", file=sys.stderr)
+                continue
             config = read_json(place / "config.json")
             stages, start = stages_of(content, place)
+            settings = settings_of(content, config)
             row = attention_of(config)
             if len(stages) > 1:
                 row += ", in stages"
@@ -103,9 +133,14 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
                 pretrained = f"{first['pretrain_steps']:,} at {first['pretrain_learning_rate']:g}"
                 before.insert(0, f"{pretrained}, {first['pretrain_mlm_probability']:.0%} masked")
             batch = arguments["tokens_per_step"] or (
-                arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
+                arguments["per_device_train_batch_size"]
+                * arguments["gradient_accumulation_steps"]
+                * settings["processes"]
             )
             figures = {
+                "place": place,
+                "seed": arguments["seed"],
+                "settings": settings | {"before": [settings_of(stage, {}) for stage in stages[:-1]]},
                 "accuracy": 100 * results["test"]["accuracy"],
                 "validation": 100 * results["validation"]["accuracy"],
                 "recipe": (
@@ -121,15 +156,41 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
                 "hours": sum(stage["results"]["train"]["seconds"] for stage in stages) / 3600,
             }
             found.setdefault((row, arguments["task"]), []).append(figures)
+    if folders and not found:
+        raise nothing
     return found
 
 
-def by_recipe(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """Runs that differ only in their seed, by what they share; the recipe that is best on the validation set first."""
-    recipes: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+def by_recipe(runs: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Groups of runs that differ only in their seed; the recipe that is best on the validation set first.
+
+    Raises:
+        ValueError: if two runs of a recipe have the same seed.
+    """
+    recipes: dict[str, dict[int, Mapping[str, Any]]] = {}
     for run in runs:
-        recipes.setdefault(run["recipe"], []).append(run)
-    return dict(sorted(recipes.items(), key=lambda item: mean_of(item[1], "validation"), reverse=True))
+        recipe = recipes.setdefault(json.dumps(run["settings"], sort_keys=True), {})
+        if (other := recipe.setdefault(run["seed"], run)) is not run:
+            raise ValueError(f"{other['place']} and {run['place']} are the same run: give one of them.")
+    groups = [list(recipe.values()) for recipe in recipes.values()]
+    return sorted(groups, key=lambda group: mean_of(group, "validation"), reverse=True)
+
+
+# Settings that are in the columns of the second table.
+SHOWN = frozenset(
+    "max_train_steps num_train_epochs tokens_per_step per_device_train_batch_size gradient_accumulation_steps"
+    " processes optim learning_rate hidden_dropout_prob max_length before pretrain_on_task pretrain_steps"
+    " pretrain_learning_rate pretrain_mlm_probability config_overrides".split()
+)
+
+
+def other_settings(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """For each recipe of a cell, in what else it differs from the others."""
+    settings = [group[0]["settings"] for group in groups]
+    names = sorted({name for recipe in settings for name in recipe if name not in SHOWN})
+    names = [name for name in names if len({json.dumps(recipe.get(name)) for recipe in settings}) > 1]
+    shown = [[f"{name} {str(recipe.get(name))[:40]}" for name in names] for recipe in settings]
+    return [", ".join(parts) for parts in shown]
 
 
 def mean_of(runs: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -153,7 +214,7 @@ def accuracy_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]])
         cells = [f"{value:.2f}" for value in (*values, statistics.fmean(values))]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     for row in dict.fromkeys(name for name, _ in found):
-        runs = [next(iter(by_recipe(found[row, task]).values())) if (row, task) in found else None for task in TASKS]
+        runs = [by_recipe(found[row, task])[0] if (row, task) in found else None for task in TASKS]
         means = [mean_of(some, "accuracy") for some in runs if some]
         average = f"{statistics.fmean(means):.2f}" if len(means) == len(TASKS) else ""
         lines.append(f"| ours: {row} | {' | '.join([*(cell(some) if some else '' for some in runs), average])} |")
@@ -178,13 +239,18 @@ def recipe_table(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -
         "validation",
         "test",
     )
-    lines = [f"| {' | '.join(head)} |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
+    rows, others = [], []
     for (row, task), runs in found.items():
-        for recipe, some in by_recipe(runs).items():
+        groups = by_recipe(runs)
+        others += other_settings(groups)
+        for some in groups:
             tokens, hours = f"{mean_of(some, 'tokens') / 1e6:.1f} M", f"{mean_of(some, 'hours'):.2f}"
-            cells = (row, task, len(some), *recipe, tokens, hours, cell(some, "validation"), cell(some))
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+            recipe = some[0]["recipe"]
+            rows.append((row, task, len(some), *recipe, tokens, hours, cell(some, "validation"), cell(some)))
+    if any(others):
+        head, rows = (*head, "other settings"), [(*row, other) for row, other in zip(rows, others, strict=True)]
+    lines = [f"| {' | '.join(head)} |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)])
 
 
 def draw_pathfinder(path: str, seed: int = 0) -> None:

@@ -88,6 +88,13 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
             run(tmp_path, cache, *options, "--pretrain_mlm_probability", "0.3")
         with pytest.raises(AssertionError, match="pretrained again"):
             run(tmp_path, cache, *options, "--attention", "softmax")
+        with monkeypatch.context() as others:
+            others.setattr(long_range_arena, "launched_processes", lambda: (2, "WORLD_SIZE"))
+            with pytest.raises(AssertionError, match="pretrained again"):
+                run(tmp_path, cache, *options)
+        assert not (folder / "finished.json").exists()
+        with pytest.raises(AssertionError, match="pretrained again"):
+            run(tmp_path, cache, *options)
         # As after a signal.
         patches.setattr(long_range_arena, "pretrain", lambda *_: {"train": {"steps": 1}})
         stopped = run(tmp_path / "stopped", cache, *options)
@@ -101,6 +108,44 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
         "| linear, pretrained on the task | listops | 1 | 2 | 8 | adamw | 0.0001 | 0.1 | 48 | 3 at 0.001, 15% masked |"
         in printed
     )
+
+
+def test_a_pretraining_that_was_killed_is_not_taken_for_another(cache, tmp_path):
+    """Its weights are in place of those of the finished one."""
+    options = [*LISTOPS, "--attention", "linear", "--pretrain_on_task", "--pretrain_steps", "2"]
+    first = run(tmp_path, cache, *options)
+    weights, marker = (tmp_path / "pretraining" / name for name in ("model.safetensors", "finished.json"))
+    finished, content = weights.read_bytes(), marker.read_text()
+    run(tmp_path, cache, *options, "--pretrain_learning_rate", "0.3")
+    assert weights.read_bytes() != finished
+    marker.write_text(content)
+    assert run(tmp_path, cache, *options)["validation"] == first["validation"]
+    assert weights.read_bytes() == finished
+
+
+def test_a_run_does_not_go_on_from_another_pretraining(cache, tmp_path):
+    options = [*LISTOPS, "--attention", "linear", "--pretrain_on_task", "--checkpointing_steps", "2"]
+    run(tmp_path, cache, *options, "--pretrain_steps", "2")
+    finished = (tmp_path / "pretraining" / "model.safetensors").read_bytes()
+    options += ["--resume_from_checkpoint", "latest"]
+    with pytest.raises(ValueError, match="--pretrain_steps was 2 and is 4"):
+        run(tmp_path, cache, *options, "--pretrain_steps", "4", steps=3)
+    assert (tmp_path / "pretraining" / "model.safetensors").read_bytes() == finished
+    run(tmp_path, cache, *options, "--pretrain_steps", "2", steps=3)
+    (tmp_path / "checkpoint-2").rename(tmp_path / "moved")  # the run on labels has not begun
+    with pytest.raises(ValueError, match="has taken 2 steps, more than --pretrain_steps 1: give at least"):
+        run(tmp_path, cache, *options, "--pretrain_steps", "1", steps=3)
+
+
+def test_another_start_is_told_on_resuming(cache, tmp_path):
+    """The weights are those of the checkpoint."""
+    for seed in ("0", "1"):
+        run(tmp_path / seed, cache, *LISTOPS, "--attention", "linear", "--seed", seed, steps=1)
+    options = [*LISTOPS, "--checkpointing_steps", "1", "--model_name_or_path"]
+    run(tmp_path / "run", cache, *options, str(tmp_path / "0"), steps=1)
+    options += [str(tmp_path / "1"), "--resume_from_checkpoint", "latest"]
+    with pytest.warns(UserWarning, match="settings have changed: the model that it began with was"):
+        run(tmp_path / "run", cache, *options, steps=2)
 
 
 def test_the_model_is_compiled(cache, tmp_path, monkeypatch):
@@ -182,9 +227,11 @@ def test_papers_are_read_apart(papers, cache, tmp_path):
     card = (tmp_path / "output" / "README.md").read_text()
     snippet = re.findall(r"^```python\nimport nystrom_models\n\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)[0]
     exec(snippet.replace('"output"', repr(str(tmp_path / "output"))), {})
-    (papers / "new_aan_pairs.eval.tsv").write_text("1\ttext\n")
-    with pytest.raises(ValueError, match="row 1: expected a label of 0 or 1"):
-        run(tmp_path / "broken", cache, *options)
+    row = b"1\ta\tb\ttext\ttext\r\n"
+    for broken, message in ((b"1\ttext\n", "line 2: expected a label of 0 or 1"), (b"\xff", "line 2: not UTF-8")):
+        (papers / "new_aan_pairs.eval.tsv").write_bytes(row + broken)
+        with pytest.raises(ValueError, match=rf"new_aan_pairs\.eval\.tsv, {message}"):
+            run(tmp_path / "broken", cache, *options)
     (papers / "new_aan_pairs.eval.tsv").unlink()
     with pytest.raises(FileNotFoundError, match=r"must hold new_aan_pairs.eval.tsv: lra_release.gz"):
         run(tmp_path / "missing", cache, *options)
@@ -240,6 +287,14 @@ def test_pictures_are_read_pixel_by_pixel(cache, tmp_path, monkeypatch):
         (["--task", "listops", "--model_name_or_path", "x", "--pretrain_on_task"], "starts from a new model"),
         (["--task", "listops", "--model_name_or_path", "x", "--attention", "linear"], "--attention is that of a new"),
         (["--task", "listops", "--config_name", "x"], "leave out --config_name"),
+        (
+            ["--task", "listops", "--attention", "linear", "--config_name", "other/configuration"],
+            "leave out --config_name",
+        ),
+        (
+            ["--task", "listops", "--model_name_or_path", "other/pretraining", "--pretrain_on_task"],
+            "starts from a new model",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other(options, message, cache, tmp_path):
@@ -315,14 +370,19 @@ def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
     shared |= {"model_name_or_path": None, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
     train = {"steps": 5000, "num_input_tokens_seen": 1_000_000, "seconds": 3600.0}
     folders = []
-    for optimizer, seed, validation, test in (("adamw", 0, 0.3, 0.5), ("muon", 0, 0.4, 0.38), ("muon", 1, 0.42, 0.4)):
-        folder = tmp_path / f"{optimizer}-{seed}"
+
+    def write(name, validation, test, fields=(), identity=(), **arguments):
+        folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-        arguments = {**shared, "optim": optimizer, "learning_rate": 1e-3, "seed": seed}
+        (folder / "config.json").write_text(json.dumps(config | dict(fields)))
         results = {"train": train, "validation": {"accuracy": validation}, "test": {"accuracy": test}}
-        (folder / "all_results.json").write_text(json.dumps({"arguments": arguments, "results": results}))
+        arguments = {**shared, "learning_rate": 1e-3, "seed": 0, "max_predict_samples": None, **arguments}
+        content = {"arguments": arguments, "results": results, "identity": dict(identity)}
+        (folder / "all_results.json").write_text(json.dumps(content))
         folders.append(str(folder))
+
+    for optimizer, seed, validation, test in (("adamw", 0, 0.3, 0.5), ("muon", 0, 0.4, 0.38), ("muon", 1, 0.42, 0.4)):
+        write(f"{optimizer}-{seed}", validation, test, optim=optimizer, seed=seed)
     lra_report.main(["--runs", *folders])
     printed = capsys.readouterr().out
     assert "| ours: Nystr\u00f6m-64 | 39.00 \u00b1 1.41 |  |" in printed
@@ -332,3 +392,23 @@ def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
         in muon
     )
     assert "| 1 | 5,000 | 32 | adamw |" in adamw and adamw.endswith("| 30.00 | 50.00 |")
+    # Nor are those that the columns do not tell apart; the same folder counts once.
+    write("pooling", 0.2, 0.2, optim="muon", seed=2, fields={"classifier_pooling": "first"})
+    write("part", 0.2, 0.9, optim="muon", seed=3, max_predict_samples=3)
+    write("processes", 0.1, 0.1, optim="muon", seed=4, identity={"processes": 2})
+    unfinished, untrained = tmp_path / "unfinished", tmp_path / "untrained"
+    unfinished.mkdir()
+    untrained.mkdir()
+    content = {"arguments": shared, "results": {"test": {"accuracy": 1.0}}}
+    (untrained / "all_results.json").write_text(json.dumps(content))
+    lra_report.main(["--runs", *folders, folders[1], str(unfinished), str(untrained)])
+    printed, left_out = capsys.readouterr()
+    assert "| ours: Nystr\u00f6m-64 | 39.00 \u00b1 1.41 |  |" in printed
+    _, _, pooling, part, processes = printed.splitlines()[-5:]
+    assert pooling.endswith("| 20.00 | 20.00 | classifier_pooling first, max_predict_samples None |")
+    assert part.endswith("| 90.00 | classifier_pooling None, max_predict_samples 3 |")
+    assert "| 1 | 5,000 | 64 | muon |" in processes
+    assert "unfinished/all_results.json does not exist" in left_out and "untrained has no scores of a" in left_out
+    write("copy", 0.4, 0.38, optim="muon")
+    with pytest.raises(ValueError, match=r"muon-0 and .*copy are the same run"):
+        lra_report.main(["--runs", *folders])

@@ -17,7 +17,16 @@ from ..checkpoint import load_tokenizer
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
-from .identity import HOUSEKEEPING, PLACES, data_digest, encoding_digest, flags, model_settings, weights_digest
+from .identity import (
+    BEGAN_WITH,
+    HOUSEKEEPING,
+    PLACES,
+    data_digest,
+    encoding_digest,
+    flags,
+    model_settings,
+    weights_digest,
+)
 from .language_modeling import override, read_config, row_length, row_loader, shapes_of_overrides
 from .launch import launched_processes
 from .objectives import Objective
@@ -449,6 +458,7 @@ def finetune(
                     split: data_digest(rows) for split, rows in run.rows.items() if split.startswith("validation")
                 },
                 **model_settings(run.config, run.tokenizer),
+                BEGAN_WITH: identity["model"],
             },
         )
         if state.interrupted:

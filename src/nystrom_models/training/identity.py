@@ -52,11 +52,14 @@ MAY_CHANGE = frozenset(
 # Settings without which evaluations cannot be compared; they may change, too.
 EVALUATED_BY = ("the metric of the best model", "the validation data")
 
-# Flags that users change on purpose after a run diverged, and versions that change unnoticed: they cause a warning.
+# The weights of a run whose checkpoints hold all weights: only what is written about the run depends on this.
+BEGAN_WITH = "the model that it began with"
+
+# Flags that users change on purpose after a run diverged, and what changes unnoticed: they cause a warning.
 WARNED = frozenset(
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_ratio num_warmup_steps max_grad_norm mixed_precision"
     " versions".split()
-)
+) | {BEGAN_WITH}
 
 # Fields of a configuration that follow from the class, or say how a model was saved.
 NOT_OF_THE_MODEL = frozenset("transformers_version _name_or_path architectures auto_map dtype torch_dtype".split())
@@ -187,6 +190,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) ->
     for name in dict.fromkeys([*saved, *current]):
         before, now = saved.get(name, BEFORE_THE_FLAG.get(name)), current.get(name)
         if before == now or name in MAY_CHANGE or name in EVALUATED_BY:
+            continue
+        if name == BEGAN_WITH and name not in saved:  # by an earlier version
             continue
         (warned if name in WARNED else refused).extend(_differences(name, before, now))
     if refused:

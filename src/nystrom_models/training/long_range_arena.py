@@ -2,7 +2,8 @@
 """The Long Range Arena (Tay et al. 2021, arXiv:2011.04006): small models trained from scratch, or pretrained with
 masked tokens on the task's own inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -17,10 +18,11 @@ from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_linformer import LinformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
 from .arguments import DataArguments, RunArguments
+from .checkpoints import find_checkpoint, read_progress
 from .finetuning import finetune
 from .grid import finetune_grid
-from .identity import HOUSEKEEPING, PLACES, data_digest, flags
-from .launch import create_accelerator
+from .identity import HOUSEKEEPING, PLACES, compare, data_digest, flags, run_settings, weights_digest
+from .launch import create_accelerator, launched_processes
 from .optimization import OptimizationArguments
 from .pretraining import PretrainingArguments, pretrain
 from .results import read_json, write_json
@@ -80,8 +82,10 @@ class ArenaArguments(TextClassificationArguments):
     )
 
     def __post_init__(self):
-        task = ARENA_TASKS[self.task]
-        if self.config_name is not None and Path(self.config_name).name != CONFIGURATION:
+        task, start = ARENA_TASKS[self.task], self.model_name_or_path
+        if self.config_name is not None and (
+            self.attention is None or not self._is_own(self.config_name, CONFIGURATION)
+        ):
             raise ValueError(
                 "run_lra.py makes the model by --attention: leave out --config_name, and change its fields by "
                 "--config_overrides."
@@ -116,13 +120,16 @@ class ArenaArguments(TextClassificationArguments):
             raise ValueError(f"--data_dir holds the files of image or retrieval, not of --task {self.task}.")
         if self.task != "text" and (self.train_file or self.validation_file or self.test_file or self.dataset_name):
             raise ValueError(f"--task {self.task} sets the data: leave out --dataset_name and files.")
-        if self.pretrain_on_task and self.config_name is None and not self._is_pretrained_here():
+        if self.pretrain_on_task and self.config_name is None and not self._is_own(start, PRETRAINING):
             raise ValueError("--pretrain_on_task starts from a new model: leave out --model_name_or_path.")
         if self.pretrain_steps < 1:
             raise ValueError(f"--pretrain_steps must be at least 1, but is {self.pretrain_steps}.")
 
-    def _is_pretrained_here(self) -> bool:
-        return Path(str(self.model_name_or_path)).name == PRETRAINING
+    def _is_own(self, place: str | None, name: str) -> bool:
+        """Whether a place is this folder in --output_dir, or in that of the grid to which the run belongs."""
+        output = Path(self.output_dir).absolute()
+        own = [output, output.parent] if "=" in output.name else [output]
+        return place is not None and Path(place).absolute() in (folder / name for folder in own)
 
     def data_source(self) -> str:
         return ARENA_TASKS[self.task].title
@@ -185,7 +192,7 @@ def load_arena_task(args: ArenaArguments) -> dict[str, Dataset]:
     """
     assert args.max_length is not None
     task, workers = ARENA_TASKS[args.task], args.preprocessing_num_workers
-    with PartialState().main_process_first():
+    with PartialState().main_process_first(), _naming_the_flag(args.task):
         if task.generated is not None:
             sizes = dict(zip(("train", "validation", "test"), args.generated_rows or task.generated, strict=True))
             draw: Any = picture_text
@@ -200,6 +207,16 @@ def load_arena_task(args: ArenaArguments) -> dict[str, Dataset]:
         if args.task == "retrieval":
             return load_aan(args.data_dir, args.max_length, args.cache_dir)
         return _load_reviews(args)
+
+
+@contextmanager
+def _naming_the_flag(task: str) -> Iterator[None]:
+    """If the Hub cannot be reached, says which flag gives the files."""
+    try:
+        yield
+    except ConnectionError as error:
+        flag = "--train_file and --test_file" if task == "text" else "--data_dir"
+        raise ConnectionError(f"{error} With {flag}, files are read instead.") from error
 
 
 def _load_reviews(args: ArenaArguments) -> dict[str, Dataset]:
@@ -280,19 +297,46 @@ def _pretrain(
         split: _documents(args, sample(splits[split], size, args.seed))
         for split, size in (("train", args.max_train_samples), ("validation", args.max_eval_samples))
     }
+    model = read_json(Path(str(run_args.config_name), "config.json"))
     identity = {
         "flags": flags(run_args, run_optimization, leave_out=HOUSEKEEPING | PLACES),
-        "model": read_json(Path(str(run_args.config_name), "config.json")),
+        "model": model,
         "data": {split: data_digest(dataset) for split, dataset in documents.items()},
+        "processes": launched_processes()[0],  # a step has more rows with more processes
     }
-    marker = Path(run_args.output_dir, _FINISHED)
-    if (saved := read_json(marker)) is not None and saved["identity"] == identity:
+    state, folder = PartialState(), run_args.output_dir
+    marker = Path(folder, _FINISHED)
+    saved = read_json(marker)
+    # The weights may be those of another pretraining, which was killed.
+    if saved is not None and saved["identity"] == identity and saved.get("weights") == weights_digest(folder, model):
         return saved["results"]
+    state.wait_for_everyone()
+    if state.is_main_process:
+        marker.unlink(missing_ok=True)
+    checkpoint = find_checkpoint(run_args)
+    if checkpoint is not None and (steps := read_progress(checkpoint)["step"]) > args.pretrain_steps:
+        raise ValueError(
+            f"{checkpoint} has taken {steps:,} steps, more than --pretrain_steps {args.pretrain_steps}: give at least "
+            f"--pretrain_steps {steps}, or begin a new run without --resume_from_checkpoint."
+        )
     results = pretrain(replace(run_args, max_train_samples=None, max_eval_samples=None), run_optimization, documents)
-    if "validation" in results and PartialState().is_main_process:
-        write_json(marker, {"identity": identity, "results": results})
-    PartialState().wait_for_everyone()
+    if "validation" in results and state.is_main_process:
+        write_json(marker, {"identity": identity, "weights": weights_digest(folder, model), "results": results})
+    state.wait_for_everyone()
     return results
+
+
+def _check_pretraining(args: ArenaArguments, optimization: OptimizationArguments) -> None:
+    """Refuses to resume a run that began with another pretraining, before this one replaces it."""
+    folders = [Path(args.output_dir)] if args.grid is None else sorted(Path(args.output_dir).glob("*=*"))
+    for folder in folders:
+        checkpoint = find_checkpoint(replace(args, grid=None, output_dir=str(folder)))
+        if checkpoint is not None:
+            saved, current = (
+                {name: value for name, value in settings.items() if name.startswith("pretrain_")}
+                for settings in (read_progress(checkpoint)["settings"], run_settings(args, optimization))
+            )
+            compare(saved, current, str(checkpoint))
 
 
 def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> dict[str, Any]:
@@ -309,6 +353,8 @@ def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> di
     if args.model_name_or_path is None:
         _write_configuration(args)
     if args.pretrain_on_task:
+        if args.resume_from_checkpoint is not None:
+            _check_pretraining(args, optimization)
         results = _pretrain(args, optimization, splits)
         if no_further_run(results):
             return {"train": results["train"]}

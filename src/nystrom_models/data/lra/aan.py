@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of papers of the ACL Anthology Network (Radev et al. 2013), from the files of the Long Range Arena."""
 
-import csv
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from datasets import ClassLabel, Dataset, Features, Value
 
-from ..files import LARGEST_FIELD, rows_of_files
+from ..files import decoded_lines, rows_of_files
 from .counts import require_counts
 
 FILES = {
@@ -27,18 +26,17 @@ _FEATURES = Features(
 
 
 def _rows(files: Sequence[tuple[str, int, int]], max_bytes: int) -> Iterator[dict[str, str | int]]:
-    csv.field_size_limit(LARGEST_FIELD)
     for path, _, _ in files:
-        with open(path, encoding="utf-8", newline="") as file:
-            for number, row in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
-                if len(row) != len(_COLUMNS) or row[0] not in ("0", "1", "0.0", "1.0"):
-                    raise ValueError(
-                        f"{path}, row {number}: expected a label of 0 or 1, two ids and two texts, separated by tabs. "
-                        f"{WHERE}."
-                    )
-                # The model would not read the rest, which is most of the file.
-                texts = [text.encode()[:max_bytes].decode(errors="ignore") for text in row[3:]]
-                yield {"text1": texts[0], "text2": texts[1], "label": int(float(row[0]))}
+        for number, line in enumerate(decoded_lines(path), start=1):
+            row = line.rstrip("\r\n").split("\t")
+            if len(row) != len(_COLUMNS) or row[0] not in ("0", "1", "0.0", "1.0"):
+                raise ValueError(
+                    f"{path}, line {number}: expected a label of 0 or 1, two ids and two texts, separated by tabs. "
+                    f"{WHERE}."
+                )
+            # The model would not read the rest, which is most of the file.
+            texts = [text.encode()[:max_bytes].decode(errors="ignore") for text in row[3:]]
+            yield {"text1": texts[0], "text2": texts[1], "label": int(float(row[0]))}
 
 
 def load_aan(data_dir: str | os.PathLike | None, max_bytes: int, cache_dir: str | None = None) -> dict[str, Dataset]:
