@@ -15,6 +15,7 @@ The second command draws pictures of Pathfinder; it needs matplotlib.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,15 +38,25 @@ PUBLISHED = {
 }
 
 
+# How a step is divided: only the product counts.
+DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
 def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
     """What all_results.json holds of each finished run in a folder: the run itself, or those of its grid."""
     path, content = folder / "all_results.json", read_results(folder)
     if content is None:
-        raise FileNotFoundError(f"{path} does not exist: --runs takes folders of finished runs of run_lra.py.")
+        print(f"Left out: {path} does not exist.", file=sys.stderr)
+        return
     if content.get("arguments", {}).get("task") not in TASKS:
         raise ValueError(f"{path} was not written by run_lra.py: it names no task of the Long Range Arena.")
     if "grid" not in content["results"]:
-        yield content, folder
+        if "test" not in content["results"] or "train" not in content["results"]:
+            print(f"Left out: {folder} has no scores of a trained model on a test set.", file=sys.stderr)
+        elif read_json(folder / "config.json") is None:
+            print(f"Left out: {folder} has no config.json.", file=sys.stderr)
+        else:
+            yield content, folder
         return
     for point in content["results"]["grid"]:
         for name in point["runs"]:
@@ -86,37 +97,30 @@ def stages_of(content: Mapping[str, Any], place: Path) -> tuple[list[Mapping[str
 
 
 def settings_of(content: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """All that runs which differ only in their seed share: flags, configuration, data and number of processes."""
-    left_out = HOUSEKEEPING | PLACES | {"seed"}
-    arguments = {name: value for name, value in content["arguments"].items() if name not in left_out}
-    identity = content.get("identity") or {}
-    return {name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL} | {
-        **arguments,
-        "data": identity.get("data"),
-        "processes": identity.get("processes", 1),
+    """All that runs which differ only in their seed share: flags, configuration, data and the size of a step."""
+    left_out = HOUSEKEEPING | PLACES | {"seed", "config_overrides", *DIVISION}
+    arguments, identity = content["arguments"], content.get("identity") or {}
+    rows = math.prod(arguments[name] for name in DIVISION) * identity.get("processes", 1)
+    settings = {
+        **{name: value for name, value in config.items() if name not in NOT_OF_THE_MODEL},
+        **{name: value for name, value in arguments.items() if name not in left_out},
+        **{f"data of {split}": digest[:12] for split, digest in (identity.get("data") or {}).items()},
+        "rows": None if arguments["tokens_per_step"] else rows,
     }
+    # Earlier runs lack flags that were added later.
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Figures of each run, by row and task."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     places: dict[Path, None] = {}
-    nothing = FileNotFoundError("--runs takes folders of finished runs of run_lra.py.")
     for folder in folders:
-        try:
-            runs = list(runs_in(Path(folder)))
-        except FileNotFoundError as error:
-            nothing = error
-            print(f"Left out: {error}", file=sys.stderr)
-            continue
-        for content, place in runs:
+        for content, place in runs_in(Path(folder)):
             if place.resolve() in places:
                 continue
             places[place.resolve()] = None
             arguments, results = content["arguments"], content["results"]
-            if "test" not in results or "train" not in results:
-                print(f"Left out: {place} has no scores of a trained model on a test set.", file=sys.stderr)
-                continue
             config = read_json(place / "config.json")
             stages, start = stages_of(content, place)
             settings = settings_of(content, config)
@@ -132,14 +136,10 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
             if (first := stages[0]["arguments"])["pretrain_on_task"]:
                 pretrained = f"{first['pretrain_steps']:,} at {first['pretrain_learning_rate']:g}"
                 before.insert(0, f"{pretrained}, {first['pretrain_mlm_probability']:.0%} masked")
-            batch = arguments["tokens_per_step"] or (
-                arguments["per_device_train_batch_size"]
-                * arguments["gradient_accumulation_steps"]
-                * settings["processes"]
-            )
+            batch = arguments["tokens_per_step"] or settings["rows"]
             figures = {
                 "place": place,
-                "seed": arguments["seed"],
+                "seed": [stage["arguments"]["seed"] for stage in stages],
                 "settings": settings | {"before": [settings_of(stage, {}) for stage in stages[:-1]]},
                 "accuracy": 100 * results["test"]["accuracy"],
                 "validation": 100 * results["validation"]["accuracy"],
@@ -157,7 +157,7 @@ def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]
             }
             found.setdefault((row, arguments["task"]), []).append(figures)
     if folders and not found:
-        raise nothing
+        raise FileNotFoundError("--runs takes folders of finished runs of run_lra.py, but none of these has one.")
     return found
 
 
@@ -165,22 +165,24 @@ def by_recipe(runs: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]
     """Groups of runs that differ only in their seed; the recipe that is best on the validation set first.
 
     Raises:
-        ValueError: if two runs of a recipe have the same seed.
+        ValueError: if two runs of a recipe have the same seeds, those of stages before included.
     """
-    recipes: dict[str, dict[int, Mapping[str, Any]]] = {}
+    recipes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for run in runs:
         recipe = recipes.setdefault(json.dumps(run["settings"], sort_keys=True), {})
-        if (other := recipe.setdefault(run["seed"], run)) is not run:
-            raise ValueError(f"{other['place']} and {run['place']} are the same run: give one of them.")
+        if (other := recipe.setdefault(str(run["seed"]), run)) is not run:
+            raise ValueError(
+                f"{other['place']} and {run['place']} have the same settings and seeds, so they are no two samples: "
+                "give one of them."
+            )
     groups = [list(recipe.values()) for recipe in recipes.values()]
     return sorted(groups, key=lambda group: mean_of(group, "validation"), reverse=True)
 
 
 # Settings that are in the columns of the second table.
 SHOWN = frozenset(
-    "max_train_steps num_train_epochs tokens_per_step per_device_train_batch_size gradient_accumulation_steps"
-    " processes optim learning_rate hidden_dropout_prob max_length before pretrain_on_task pretrain_steps"
-    " pretrain_learning_rate pretrain_mlm_probability config_overrides".split()
+    "max_train_steps num_train_epochs tokens_per_step rows optim learning_rate hidden_dropout_prob max_length before"
+    " pretrain_on_task pretrain_steps pretrain_learning_rate pretrain_mlm_probability".split()
 )
 
 
@@ -189,7 +191,7 @@ def other_settings(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     settings = [group[0]["settings"] for group in groups]
     names = sorted({name for recipe in settings for name in recipe if name not in SHOWN})
     names = [name for name in names if len({json.dumps(recipe.get(name)) for recipe in settings}) > 1]
-    shown = [[f"{name} {str(recipe.get(name))[:40]}" for name in names] for recipe in settings]
+    shown = [[f"{name} {recipe.get(name)}" for name in names] for recipe in settings]
     return [", ".join(parts) for parts in shown]
 
 

@@ -58,6 +58,28 @@ def test_json_may_have_objects_one_after_another(name, between, indent, tmp_path
     assert list(load_files(path, streaming=True)) == ROWS
 
 
+def test_json_may_be_divided_into_lines_in_any_way(tmp_path):
+    first, second, third = map(json.dumps, ROWS[:3])
+    values = json.dumps(ROWS[1], indent=1)
+    for text in (
+        f"{first}\n{values}\n{third}\n",
+        f'{first[:-1]}, "more": {{}}\n}}{values}\n\n{third}',
+        f"{first}\n[{second},\n{third}]",
+        f"[{first}]\n{second}\n{third}",
+    ):
+        (tmp_path / "rows.json").write_text(text)
+        rows = list(load_files(tmp_path / "rows.json", streaming=True))
+        assert [{name: row[name] for name in ROWS[0]} for row in rows] == ROWS[:3], text
+
+
+def test_half_a_character_is_named_by_its_line(tmp_path):
+    """Whole ones, and backslashes before a u, may stand before it."""
+    rows = [r'{"text": "\ud55c \ud83d\ude00"}', r'{"text": "C:\\udade"}', r'{"text": "\udc00"}']
+    (tmp_path / "rows.json").write_text("[\n" + ",\n".join(rows) + "\n]")
+    with pytest.raises(ValueError, match=r"rows\.json, line 4: surrogates not allowed, but it holds '\\udc00'"):
+        load_files(tmp_path / "rows.json", cache_dir=tmp_path / "cache")
+
+
 @needs_fasta
 def test_sequences_of_fasta_files(tmp_path, monkeypatch):
     path = tmp_path / "genome.fna"
@@ -120,7 +142,7 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         # Half a character outside the basic plane.
         ("rows.jsonl", b'{"label": "\\ud83d"}', r"rows\.jsonl, line 1: surrogates not allowed, .*'\\ud83d'"),
         ("rows.json", b"\n \n", r"--test_file contain no rows"),
-        ("rows.json", b'{\n "label": [1, 2]\n', r"rows\.json, line 3: not JSON .* one after another, or a list"),
+        ("rows.json", b'{\n "label": [1, 2]\n', r"rows\.json, line 2: not JSON .* one after another, or a list"),
         ("rows.csv", b"text,label\na,1\nb,2,3\n", r"rows\.csv, line 3: 3 fields, but the header has 2"),
         # pandas fills up short lines.
         ("rows.csv", b"text,label\na,1\nb\nc,3\n", r"rows\.csv, line 3: 1 fields, but the header has 2"),

@@ -92,9 +92,7 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
             others.setattr(long_range_arena, "launched_processes", lambda: (2, "WORLD_SIZE"))
             with pytest.raises(AssertionError, match="pretrained again"):
                 run(tmp_path, cache, *options)
-        assert not (folder / "finished.json").exists()
-        with pytest.raises(AssertionError, match="pretrained again"):
-            run(tmp_path, cache, *options)
+        run(tmp_path, cache, *options)  # nothing was replaced
         # As after a signal.
         patches.setattr(long_range_arena, "pretrain", lambda *_: {"train": {"steps": 1}})
         stopped = run(tmp_path / "stopped", cache, *options)
@@ -131,10 +129,25 @@ def test_a_run_does_not_go_on_from_another_pretraining(cache, tmp_path):
     with pytest.raises(ValueError, match="--pretrain_steps was 2 and is 4"):
         run(tmp_path, cache, *options, "--pretrain_steps", "4", steps=3)
     assert (tmp_path / "pretraining" / "model.safetensors").read_bytes() == finished
-    run(tmp_path, cache, *options, "--pretrain_steps", "2", steps=3)
+    with pytest.raises(ValueError, match="--seed was 0 and is 1"):
+        run(tmp_path, cache, *options, "--pretrain_steps", "2", "--seed", "1", steps=3)
+    assert (tmp_path / "pretraining" / "model.safetensors").read_bytes() == finished
+    divided = ["--pretrain_steps", "2", "--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4"]
+    run(tmp_path, cache, *options, *divided, steps=3)
+    assert (tmp_path / "pretraining" / "model.safetensors").read_bytes() == finished
     (tmp_path / "checkpoint-2").rename(tmp_path / "moved")  # the run on labels has not begun
     with pytest.raises(ValueError, match="has taken 2 steps, more than --pretrain_steps 1: give at least"):
         run(tmp_path, cache, *options, "--pretrain_steps", "1", steps=3)
+
+
+def test_a_grid_after_a_pretraining_goes_on(cache, tmp_path):
+    options = [*LISTOPS, "--attention", "linear", "--pretrain_on_task", "--pretrain_steps", "2", "--grid", "seed=0,1"]
+    options += ["--checkpointing_steps", "2"]
+    run(tmp_path, cache, *options)
+    options += ["--resume_from_checkpoint", "latest"]
+    with pytest.raises(ValueError, match="--pretrain_steps was 2 and is 4"):
+        run(tmp_path, cache, *options, "--pretrain_steps", "4", steps=3)
+    assert run(tmp_path, cache, *options, "--keep_best_only", steps=3)["best"]["seeds"] == [0, 1]
 
 
 def test_another_start_is_told_on_resuming(cache, tmp_path):
@@ -146,6 +159,20 @@ def test_another_start_is_told_on_resuming(cache, tmp_path):
     options += [str(tmp_path / "1"), "--resume_from_checkpoint", "latest"]
     with pytest.warns(UserWarning, match="settings have changed: the model that it began with was"):
         run(tmp_path / "run", cache, *options, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "message"),
+    [
+        ("text", ConnectionError("No Hub"), r"No Hub\. With --train_file and --test_file, files are read"),
+        ("image", ConnectionError("No Hub"), r"No Hub\. With --data_dir, files are read"),
+        ("text", ConnectionResetError("gone"), "^gone$"),
+        ("listops", ConnectionError("gone"), "^gone$"),
+    ],
+)
+def test_without_the_hub_files_can_be_given(task, error, message):
+    with pytest.raises(ConnectionError, match=message), long_range_arena._naming_the_flag(task):
+        raise error
 
 
 def test_the_model_is_compiled(cache, tmp_path, monkeypatch):
@@ -311,7 +338,7 @@ def test_the_published_table(capsys, tmp_path):
         assert float(line.split("|")[-2]) == pytest.approx(average, abs=0.011)
     page = (Path(__file__).parents[2] / "docs" / "long-range-arena.md").read_text(encoding="utf-8")
     assert printed.strip() in page
-    with pytest.raises(FileNotFoundError, match="takes folders of finished runs"):
+    with pytest.raises(FileNotFoundError, match="none of these has one"):
         lra_report.main(["--runs", str(tmp_path)])
 
 
@@ -333,6 +360,12 @@ def test_shorter_expressions_first(cache, tmp_path, capsys):
     [[figures]] = lra_report.collect([str(last)]).values()
     tokens = [part["train"]["num_input_tokens_seen"] for part in (begun, ended)]
     assert figures["tokens"] == sum(tokens) > max(tokens)
+    # The seeds of all stages count.
+    other = tmp_path / "other"
+    run(tmp_path / "48-1", cache, *LISTOPS, "--attention", "nystrom", "--config_overrides", overrides, "--seed", "1")
+    run(other, cache, *LISTOPS, *options[2:], "--model_name_or_path", str(tmp_path / "48-1"), steps=3)
+    [group] = lra_report.by_recipe(next(iter(lra_report.collect([str(last), str(other)]).values())))
+    assert [figures["seed"] for figures in group] == [[0, 0], [1, 0]]
     # What a model was before is said where it is not known as a run of this task.
     moved = first.rename(tmp_path / "moved")
     lra_report.main(["--runs", str(last), str(moved)])
@@ -396,6 +429,7 @@ def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
     write("pooling", 0.2, 0.2, optim="muon", seed=2, fields={"classifier_pooling": "first"})
     write("part", 0.2, 0.9, optim="muon", seed=3, max_predict_samples=3)
     write("processes", 0.1, 0.1, optim="muon", seed=4, identity={"processes": 2})
+    write("divided", 0.41, 0.39, optim="muon", seed=5, gradient_accumulation_steps=2, per_device_train_batch_size=16)
     unfinished, untrained = tmp_path / "unfinished", tmp_path / "untrained"
     unfinished.mkdir()
     untrained.mkdir()
@@ -403,12 +437,12 @@ def test_recipes_of_one_cell_are_not_mixed(capsys, tmp_path):
     (untrained / "all_results.json").write_text(json.dumps(content))
     lra_report.main(["--runs", *folders, folders[1], str(unfinished), str(untrained)])
     printed, left_out = capsys.readouterr()
-    assert "| ours: Nystr\u00f6m-64 | 39.00 \u00b1 1.41 |  |" in printed
+    assert "| ours: Nystr\u00f6m-64 | 39.00 \u00b1 1.00 |  |" in printed
     _, _, pooling, part, processes = printed.splitlines()[-5:]
     assert pooling.endswith("| 20.00 | 20.00 | classifier_pooling first, max_predict_samples None |")
     assert part.endswith("| 90.00 | classifier_pooling None, max_predict_samples 3 |")
     assert "| 1 | 5,000 | 64 | muon |" in processes
     assert "unfinished/all_results.json does not exist" in left_out and "untrained has no scores of a" in left_out
     write("copy", 0.4, 0.38, optim="muon")
-    with pytest.raises(ValueError, match=r"muon-0 and .*copy are the same run"):
+    with pytest.raises(ValueError, match=r"muon-0 and .*copy have the same settings and seeds"):
         lra_report.main(["--runs", *folders])

@@ -263,7 +263,9 @@ def test_the_held_out_documents_of_a_stream_may_have_anything_beside_their_texts
     options = {"train_file": [f"{tmp_path}/rows.jsonl"], "streaming": True}
     documents = documents_of(corpus, **options, max_eval_samples=3)
     assert documents["validation"]["text"][:] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match=r"'text' of document 4, .* must hold text, but holds 4"):
+    with pytest.raises(
+        ValueError, match=r"'text' of document 4, counted among the held-out ones, must hold text, but holds 4"
+    ):
         documents_of(corpus, **options, max_eval_samples=4)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..checkpoint import naming_damage
 from .sources import SourceKind, check_head, source_head, source_kind
@@ -45,12 +46,12 @@ def read_config(model_name_or_path: str | os.PathLike, **arguments: Any) -> PreT
     """The configuration of a checkpoint.
 
     Args:
-        arguments: of `from_pretrained`.
+        arguments: of `from_pretrained`, for finding files.
 
     Raises:
-        ValueError: if the folder holds an adapter of PEFT.
+        ValueError: if it is, or has beside it, an adapter of PEFT.
     """
-    if os.path.isfile(os.path.join(model_name_or_path, "adapter_config.json")):
+    if find_adapter_config_file(os.fspath(model_name_or_path), **arguments) is not None:
         raise ValueError(
             f"{model_name_or_path} holds an adapter of PEFT (adapter_config.json): merge it first, and convert the "
             "merged model: AutoPeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), with the "

@@ -269,48 +269,74 @@ def _integer(digits: str) -> int | float:
 
 
 _DECODER = json.JSONDecoder(parse_int=_integer)
+_NOT_SPACE = re.compile(r"\S")
+
+# Characters beyond the basic plane are written as two escapes: a high and a low half.
+_HIGH, _LOW = r"\\u[dD][89abAB][\da-fA-F]{2}", r"\\u[dD][c-fC-F][\da-fA-F]{2}"
+_HALF = re.compile(rf"{_HIGH}|{_LOW}")
+_LONE_HALF = re.compile(rf"(?<!\\)(?:{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW})")
 
 
-_NOT_SPACE, _HALF_CHARACTER = re.compile(r"\S"), re.compile(r"\\u[dD]")
+class _Incomplete(Exception):
+    """A text ends within a JSON value."""
 
 
-def _values(path: str, text: str, line: int = 1) -> Iterator[Any]:
-    """The JSON values of a text that begins in this line of a file, one after another. Raises a ValueError if the text
-    is not JSON, or if a value holds half of a character beyond the basic plane."""
-    end = 0
-    while begin := _NOT_SPACE.search(text, end):
+def _values(path: str, text: str, line: int, whole: bool) -> Iterator[Any]:
+    """The JSON values of a text that begins in this line of a file, one after another.
+
+    Raises:
+        _Incomplete: if the text ends within a value, and is not the whole rest of the file.
+        ValueError: if it is not JSON, or if a value holds half of a character beyond the basic plane.
+    """
+    begin = _NOT_SPACE.search(text)
+    while begin is not None:
+        start = begin.start()
         try:
-            value, end = _DECODER.raw_decode(text, begin.start())
+            value, end = _DECODER.raw_decode(text, start)
         except json.JSONDecodeError as error:
+            if error.pos >= len(text) and not whole:
+                raise _Incomplete from None
+            # What a line lacks at its end is found missing at the beginning of the next one.
+            before = text[: error.pos]
+            at = error.pos if before.rpartition("\n")[2].strip() else len(before.rstrip())
+            place = f"{path}, line {line + text.count(chr(10), 0, at)}"
             raise ValueError(
-                f"{path}, line {line + error.lineno - 1}: not JSON ({error.msg}, column {error.colno}). "
-                "A file holds objects, one after another, or a list of objects."
+                f"{place}: not JSON ({error.msg}, column {at - text.rfind(chr(10), 0, at)}). A file holds objects "
+                "without commas between them, one after another, or a list of objects."
             ) from error
-        if half := _HALF_CHARACTER.search(text, begin.start(), end):
+        if half := _HALF.search(text, start, end):
             try:
                 json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                place = f"{path}, line {line + text.count(chr(10), 0, half.start())}"
+                lone = _LONE_HALF.search(text, start, end) or half
+                place = f"{path}, line {line + text.count(chr(10), 0, lone.start())}"
                 raise ValueError(f"{place}: {error.reason}, but it holds {error.object[error.start]!a}.") from error
+        begin = _NOT_SPACE.search(text, end)
+        if begin is None:
+            text = ""  # it may be as large as the file, and is not needed while the value is read
         yield value
 
 
-def _in_lines(path: str) -> bool:
-    """Whether a JSON file has its objects in lines: the first line that is not empty is an object, or several."""
-    first = next(filter(str.strip, decoded_lines(path)), "{}").strip()
-    return first.startswith("{") and first.endswith("}")
+def _listed(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those that lists among them hold."""
+    return chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
 
 
 def _items(path: str) -> Iterator[tuple[str, Any]]:
     """What a JSON file lists, or has one after another, each with its place."""
-    if _in_lines(path):
-        for number, line in enumerate(decoded_lines(path), start=1):
-            yield from ((f"{path}, line {number}", value) for value in _values(path, line.rstrip(), number))
-        return
-    # A list, or objects over several lines.
-    values = _values(path, "".join(decoded_lines(path)))
-    items = chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
-    yield from ((f"{path}, item {number}", item) for number, item in enumerate(items, start=1))
+    lines, items = enumerate(decoded_lines(path), start=1), 0
+    for number, line in lines:
+        try:
+            values = list(_values(path, line.rstrip(), number, whole=False))
+        except _Incomplete:
+            # A list, or objects over several lines.
+            rest = _listed(_values(path, line + "".join(line for _, line in lines), number, whole=True))
+            yield from ((f"{path}, item {place}", item) for place, item in enumerate(rest, start=items + 1))
+            return
+        in_a_list = items == 0 and any(isinstance(value, list) for value in values)
+        for item in _listed(values):
+            items += 1
+            yield f"{path}, item {items}" if in_a_list else f"{path}, line {number}", item
 
 
 def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -160,13 +160,19 @@ def _splits(start: int, end: int, num_tokens: int, sentences: np.ndarray | None)
     return (_between(sentences, start, end - 1) - start).astype(np.int32)
 
 
-def texts_of(documents: Mapping[str, Sequence[Any]], indices: Sequence[int], column: str) -> list[str]:
-    """The texts of a batch of documents. Raises a ValueError with column and document if one is not a text."""
+def texts_of(
+    documents: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    column: str,
+    counted: str = "counted without held-out ones",
+) -> list[str]:
+    """The texts of a batch of documents. Raises a ValueError with column and document if one is not a text; `counted`
+    says there how documents are counted."""
     texts = list(documents.get(column, [None] * len(indices)))
     for number, text in zip(indices, texts, strict=True):
         if not isinstance(text, str):
             raise ValueError(
-                f"The column {column!r} of document {number + 1}, counted without held-out ones, must hold text, but "
+                f"The column {column!r} of document {number + 1}, {counted}, must hold text, but "
                 f"holds {str(text)[:40]}: correct the document, or leave it out."
             )
     return texts

@@ -385,6 +385,14 @@ def finetuning_identity(
     }
 
 
+def began_with(args: FinetuningArguments, weights: str | None) -> dict[str, str | None]:
+    """The weights that a run started from, for its settings; not if it writes over them."""
+    start = args.model_name_or_path
+    if start is not None and Path(start).absolute() == Path(args.output_dir).absolute():
+        return {}
+    return {BEGAN_WITH: weights}
+
+
 def finetune(
     args: FinetuningArguments,
     optimization: OptimizationArguments,
@@ -458,7 +466,7 @@ def finetune(
                     split: data_digest(rows) for split, rows in run.rows.items() if split.startswith("validation")
                 },
                 **model_settings(run.config, run.tokenizer),
-                BEGAN_WITH: identity["model"],
+                **began_with(args, identity["model"]),
             },
         )
         if state.interrupted:

@@ -52,7 +52,8 @@ MAY_CHANGE = frozenset(
 # Settings without which evaluations cannot be compared; they may change, too.
 EVALUATED_BY = ("the metric of the best model", "the validation data")
 
-# The weights of a run whose checkpoints hold all weights: only what is written about the run depends on this.
+# The weights that a run started from. On resuming, all weights come from the checkpoint: only the record of the run
+# depends on these.
 BEGAN_WITH = "the model that it began with"
 
 # Flags that users change on purpose after a run diverged, and what changes unnoticed: they cause a warning.
@@ -191,7 +192,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) ->
         before, now = saved.get(name, BEFORE_THE_FLAG.get(name)), current.get(name)
         if before == now or name in MAY_CHANGE or name in EVALUATED_BY:
             continue
-        if name == BEGAN_WITH and name not in saved:  # by an earlier version
+        if name == BEGAN_WITH and not (name in saved and name in current):
             continue
         (warned if name in WARNED else refused).extend(_differences(name, before, now))
     if refused:

@@ -2,6 +2,7 @@
 """The Long Range Arena (Tay et al. 2021, arXiv:2011.04006): small models trained from scratch, or pretrained with
 masked tokens on the task's own inputs."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -20,8 +21,8 @@ from ..models.configuration_nystromformer import NystromformerConfig
 from .arguments import DataArguments, RunArguments
 from .checkpoints import find_checkpoint, read_progress
 from .finetuning import finetune
-from .grid import finetune_grid
-from .identity import HOUSEKEEPING, PLACES, compare, data_digest, flags, run_settings, weights_digest
+from .grid import finetune_grid, parse_grid
+from .identity import HOUSEKEEPING, PLACES, WARNED, compare, data_digest, flags, run_settings, weights_digest
 from .launch import create_accelerator, launched_processes
 from .optimization import OptimizationArguments
 from .pretraining import PretrainingArguments, pretrain
@@ -212,11 +213,13 @@ def load_arena_task(args: ArenaArguments) -> dict[str, Dataset]:
 @contextmanager
 def _naming_the_flag(task: str) -> Iterator[None]:
     """If the Hub cannot be reached, says which flag gives the files."""
+    flag = {"text": "--train_file and --test_file", "image": "--data_dir"}.get(task)
     try:
         yield
     except ConnectionError as error:
-        flag = "--train_file and --test_file" if task == "text" else "--data_dir"
-        raise ConnectionError(f"{error} With {flag}, files are read instead.") from error
+        if flag is None or type(error) is not ConnectionError:  # such as that to a process
+            raise
+        raise ConnectionError(f"{error}. With {flag}, files are read instead.") from error
 
 
 def _load_reviews(args: ArenaArguments) -> dict[str, Dataset]:
@@ -298,45 +301,47 @@ def _pretrain(
         for split, size in (("train", args.max_train_samples), ("validation", args.max_eval_samples))
     }
     model = read_json(Path(str(run_args.config_name), "config.json"))
+    division = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    rows = (
+        run_optimization.per_device_train_batch_size
+        * run_optimization.gradient_accumulation_steps
+        * launched_processes()[0]
+    )
     identity = {
-        "flags": flags(run_args, run_optimization, leave_out=HOUSEKEEPING | PLACES),
+        "flags": flags(run_args, run_optimization, leave_out=HOUSEKEEPING | PLACES | division),
+        "rows of a step": rows if run_optimization.tokens_per_step is None else None,
         "model": model,
         "data": {split: data_digest(dataset) for split, dataset in documents.items()},
-        "processes": launched_processes()[0],  # a step has more rows with more processes
     }
-    state, folder = PartialState(), run_args.output_dir
+    folder = run_args.output_dir
     marker = Path(folder, _FINISHED)
     saved = read_json(marker)
     # The weights may be those of another pretraining, which was killed.
     if saved is not None and saved["identity"] == identity and saved.get("weights") == weights_digest(folder, model):
         return saved["results"]
-    state.wait_for_everyone()
-    if state.is_main_process:
-        marker.unlink(missing_ok=True)
     checkpoint = find_checkpoint(run_args)
     if checkpoint is not None and (steps := read_progress(checkpoint)["step"]) > args.pretrain_steps:
         raise ValueError(
             f"{checkpoint} has taken {steps:,} steps, more than --pretrain_steps {args.pretrain_steps}: give at least "
-            f"--pretrain_steps {steps}, or begin a new run without --resume_from_checkpoint."
+            f"--pretrain_steps {steps}, or begin a new run in another --output_dir, without --resume_from_checkpoint."
         )
     results = pretrain(replace(run_args, max_train_samples=None, max_eval_samples=None), run_optimization, documents)
-    if "validation" in results and state.is_main_process:
+    if "validation" in results and PartialState().is_main_process:
         write_json(marker, {"identity": identity, "weights": weights_digest(folder, model), "results": results})
-    state.wait_for_everyone()
+    PartialState().wait_for_everyone()
     return results
 
 
 def _check_pretraining(args: ArenaArguments, optimization: OptimizationArguments) -> None:
-    """Refuses to resume a run that began with another pretraining, before this one replaces it."""
+    """Refuses to resume a run that began with other flags, before another pretraining replaces its own."""
+    left_out = {"versions", *(() if args.grid is None else parse_grid(args.grid, args, optimization)), *WARNED}
     folders = [Path(args.output_dir)] if args.grid is None else sorted(Path(args.output_dir).glob("*=*"))
     for folder in folders:
-        checkpoint = find_checkpoint(replace(args, grid=None, output_dir=str(folder)))
+        checkpoint = find_checkpoint(replace(args, grid=None, keep_best_only=False, output_dir=str(folder)))
         if checkpoint is not None:
-            saved, current = (
-                {name: value for name, value in settings.items() if name.startswith("pretrain_")}
-                for settings in (read_progress(checkpoint)["settings"], run_settings(args, optimization))
-            )
-            compare(saved, current, str(checkpoint))
+            current = {name: value for name, value in run_settings(args, optimization).items() if name not in left_out}
+            saved = read_progress(checkpoint)["settings"]
+            compare({name: saved.get(name) for name in current}, json.loads(json.dumps(current)), str(checkpoint))
 
 
 def train_arena(args: ArenaArguments, optimization: OptimizationArguments) -> dict[str, Any]:

@@ -166,9 +166,12 @@ def _load_documents(args: LanguageModelingArguments) -> tuple[Any, Any]:
     return found[train_split] if train_split else None, found.get(validation_split)
 
 
-def first_documents(documents: IterableDataset, number: int, text_column: str) -> Dataset:
+def first_documents(documents: IterableDataset, number: int, text_column: str, **counted: str) -> Dataset:
     """The texts of the first documents of a stream. Other columns are left out, unless there are no texts: the types
     of their values may differ.
+
+    Args:
+        counted: of [`texts_of`].
 
     Raises:
         ValueError: if one of them is not a text.
@@ -177,7 +180,7 @@ def first_documents(documents: IterableDataset, number: int, text_column: str) -
     if not any(text_column in row for row in rows):
         return Dataset.from_list(rows)
     texts = {text_column: [row.get(text_column) for row in rows]}
-    return Dataset.from_dict({text_column: texts_of(texts, range(len(rows)), text_column)})
+    return Dataset.from_dict({text_column: texts_of(texts, range(len(rows)), text_column, **counted)})
 
 
 def _stream(
@@ -192,7 +195,8 @@ def _stream(
         if validation is None:
             assert train is not None
             validation, train = train.take(args.max_eval_samples), train.skip(args.max_eval_samples)
-        validation = first_documents(validation, args.max_eval_samples, args.text_column_name)
+        counted = "counted among the held-out ones"
+        validation = first_documents(validation, args.max_eval_samples, args.text_column_name, counted=counted)
     elif args.max_eval_samples is not None:
         validation = validation.select(range(min(len(validation), args.max_eval_samples)))
     if train is None:
