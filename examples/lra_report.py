@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nystrom_models.data.lra import ARENA_TASKS
-from nystrom_models.training.identity import HOUSEKEEPING, NOT_OF_THE_MODEL, PLACES
+from nystrom_models.training.identity import DIVISION, HOUSEKEEPING, NOT_OF_THE_MODEL, PLACES
 from nystrom_models.training.results import read_json, read_results
 
 TASKS = tuple(ARENA_TASKS)
@@ -38,12 +38,8 @@ PUBLISHED = {
 }
 
 
-# How a step is divided: only the product counts.
-DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")
-
-
-def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """What all_results.json holds of each finished run in a folder: the run itself, or those of its grid."""
+def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], Path]]:
+    """What all_results.json and config.json hold of each finished run in a folder: the run itself, or its grid's."""
     path, content = folder / "all_results.json", read_results(folder)
     if content is None:
         print(f"Left out: {path} does not exist.", file=sys.stderr)
@@ -53,10 +49,10 @@ def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], Path]]:
     if "grid" not in content["results"]:
         if "test" not in content["results"] or "train" not in content["results"]:
             print(f"Left out: {folder} has no scores of a trained model on a test set.", file=sys.stderr)
-        elif read_json(folder / "config.json") is None:
+        elif (config := read_json(folder / "config.json")) is None:
             print(f"Left out: {folder} has no config.json.", file=sys.stderr)
         else:
-            yield content, folder
+            yield content, config, folder
         return
     for point in content["results"]["grid"]:
         for name in point["runs"]:
@@ -114,14 +110,13 @@ def settings_of(content: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 def collect(folders: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Figures of each run, by row and task."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    places: dict[Path, None] = {}
+    places: set[Path] = set()
     for folder in folders:
-        for content, place in runs_in(Path(folder)):
+        for content, config, place in runs_in(Path(folder)):
             if place.resolve() in places:
                 continue
-            places[place.resolve()] = None
+            places.add(place.resolve())
             arguments, results = content["arguments"], content["results"]
-            config = read_json(place / "config.json")
             stages, start = stages_of(content, place)
             settings = settings_of(content, config)
             row = attention_of(config)

@@ -49,6 +49,9 @@ MAY_CHANGE = frozenset(
     " version_2_with_negative".split()
 )
 
+# How a step is divided: its rows are the product of these and the number of processes.
+DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
 # Settings without which evaluations cannot be compared; they may change, too.
 EVALUATED_BY = ("the metric of the best model", "the validation data")
 

@@ -3,6 +3,7 @@
 masked tokens on the task's own inputs."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -22,7 +23,7 @@ from .arguments import DataArguments, RunArguments
 from .checkpoints import find_checkpoint, read_progress
 from .finetuning import finetune
 from .grid import finetune_grid, parse_grid
-from .identity import HOUSEKEEPING, PLACES, WARNED, compare, data_digest, flags, run_settings, weights_digest
+from .identity import DIVISION, HOUSEKEEPING, PLACES, WARNED, compare, data_digest, flags, run_settings, weights_digest
 from .launch import create_accelerator, launched_processes
 from .optimization import OptimizationArguments
 from .pretraining import PretrainingArguments, pretrain
@@ -301,15 +302,10 @@ def _pretrain(
         for split, size in (("train", args.max_train_samples), ("validation", args.max_eval_samples))
     }
     model = read_json(Path(str(run_args.config_name), "config.json"))
-    division = {"per_device_train_batch_size", "gradient_accumulation_steps"}
-    rows = (
-        run_optimization.per_device_train_batch_size
-        * run_optimization.gradient_accumulation_steps
-        * launched_processes()[0]
-    )
+    rows = math.prod(getattr(optimization, name) for name in DIVISION) * launched_processes()[0]
     identity = {
-        "flags": flags(run_args, run_optimization, leave_out=HOUSEKEEPING | PLACES | division),
-        "rows of a step": rows if run_optimization.tokens_per_step is None else None,
+        "flags": flags(run_args, run_optimization, leave_out=HOUSEKEEPING.union(PLACES, DIVISION)),
+        "rows of a step": rows if optimization.tokens_per_step is None else None,
         "model": model,
         "data": {split: data_digest(dataset) for split, dataset in documents.items()},
     }
