@@ -7,7 +7,8 @@ import shutil
 import pytest
 from datasets import Dataset, packaged_modules
 
-from nystrom_models.data.files import load_files
+from nystrom_models.data import files
+from nystrom_models.data.files import decoded_lines, load_files
 from tests.fasta import needs_fasta
 
 ROWS = [
@@ -70,6 +71,29 @@ def test_json_may_be_divided_into_lines_in_any_way(tmp_path):
         (tmp_path / "rows.json").write_text(text)
         rows = list(load_files(tmp_path / "rows.json", streaming=True))
         assert [{name: row[name] for name in ROWS[0]} for row in rows] == ROWS[:3], text
+
+
+def test_json_is_read_no_further_than_it_needs(tmp_path, monkeypatch):
+    """Files of gigabytes: neither objects over several lines nor a truncated one need the lines that follow."""
+    taken = 0
+
+    def counted(path):
+        nonlocal taken
+        for line in decoded_lines(path):
+            taken += 1
+            yield line
+
+    monkeypatch.setattr(files, "decoded_lines", counted)
+    monkeypatch.setattr(files, "_PART", 4)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(ROWS[0], indent=1) for _ in range(1000)))
+    assert next(iter(load_files(path, streaming=True))) == ROWS[0]
+    assert taken < 100
+    taken = 0
+    path.write_text('{"text": "a"}\n{"text": "b",\n' + '{"text": "c"}\n' * 1000)
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: not JSON .*column 14"):
+        load_files(path, streaming=True)
+    assert taken < 10
 
 
 def test_half_a_character_is_named_by_its_line(tmp_path):

@@ -278,14 +278,14 @@ _LONE_HALF = re.compile(rf"(?<!\\)(?:{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW})")
 
 
 class _Incomplete(Exception):
-    """A text ends within a JSON value."""
+    """A text ends within a JSON value. `args`: the text from the beginning of the value, and the line of it."""
 
 
 def _values(path: str, text: str, line: int, whole: bool) -> Iterator[Any]:
     """The JSON values of a text that begins in this line of a file, one after another.
 
     Raises:
-        _Incomplete: if the text ends within a value, and is not the whole rest of the file.
+        _Incomplete: if the text ends within a value, and is not the `whole` rest of the file.
         ValueError: if it is not JSON, or if a value holds half of a character beyond the basic plane.
     """
     begin = _NOT_SPACE.search(text)
@@ -294,8 +294,8 @@ def _values(path: str, text: str, line: int, whole: bool) -> Iterator[Any]:
         try:
             value, end = _DECODER.raw_decode(text, start)
         except json.JSONDecodeError as error:
-            if error.pos >= len(text) and not whole:
-                raise _Incomplete from None
+            if not whole and _NOT_SPACE.search(text, error.pos) is None:
+                raise _Incomplete(text[start:], line + text.count("\n", 0, start)) from None
             # What a line lacks at its end is found missing at the beginning of the next one.
             before = text[: error.pos]
             at = error.pos if before.rpartition("\n")[2].strip() else len(before.rstrip())
@@ -317,26 +317,25 @@ def _values(path: str, text: str, line: int, whole: bool) -> Iterator[Any]:
         yield value
 
 
-def _listed(values: Iterable[Any]) -> Iterator[Any]:
-    """Values, and those that lists among them hold."""
-    return chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
-
-
 def _items(path: str) -> Iterator[tuple[str, Any]]:
     """What a JSON file lists, or has one after another, each with its place."""
-    lines, items = enumerate(decoded_lines(path), start=1), 0
-    for number, line in lines:
-        try:
-            values = list(_values(path, line.rstrip(), number, whole=False))
-        except _Incomplete:
-            # A list, or objects over several lines.
-            rest = _listed(_values(path, line + "".join(line for _, line in lines), number, whole=True))
-            yield from ((f"{path}, item {place}", item) for place, item in enumerate(rest, start=items + 1))
-            return
-        in_a_list = items == 0 and any(isinstance(value, list) for value in values)
-        for item in _listed(values):
-            items += 1
-            yield f"{path}, item {items}" if in_a_list else f"{path}, line {number}", item
+    lines, items, by_line = enumerate(decoded_lines(path), start=1), 0, True
+    for number, text in lines:
+        whole = False
+        while text:
+            values = _values(path, text, number, whole)
+            text = ""  # it may be large, and is not needed while the values are read
+            try:
+                for value in values:
+                    by_line &= items > 0 or not isinstance(value, list)
+                    for item in value if isinstance(value, list) else [value]:
+                        items += 1
+                        yield f"{path}, line {number}" if by_line else f"{path}, item {items}", item
+            except _Incomplete as incomplete:
+                # A list, or an object over several lines. Twice as many lines at each try: the work stays linear.
+                text, number = incomplete.args
+                more = [line for _, line in islice(lines, 1 + text.count("\n"))]
+                text, whole, by_line = text + "".join(more), not more, False
 
 
 def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
