@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 as in its launch file, by PyTorch's `fully_shard`, because Accelerate does not shard on CPUs."""
+"""FSDP2 as in its launch file, by the function with which Accelerate divides a model: it does not call it on CPUs."""
 
 import json
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForPreTraining, AutoTokenizer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForPreTraining, AutoTokenizer, BertConfig, BertForPreTraining
 
 from nystrom_models.data import PretrainingCollator, RowLoader, load_files, pretraining_dataset
 from nystrom_models.training import (
@@ -25,8 +29,10 @@ from nystrom_models.training import (
     create_accelerator,
     create_optimizer,
     create_scheduler,
+    loop,
 )
 from nystrom_models.training.optimization import set_schedule_step
+from nystrom_models.training.sharding import remove_second_names
 from tests.training import processes
 from tests.training.models import FAMILIES, tiny_model
 
@@ -37,14 +43,30 @@ TOLERANCE = 1e-9
 
 
 def shard(model):
-    """Shards as Accelerate does with the launch file: first the layers it names, then the rest."""
-    wrapped = LAUNCH["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
-    reshard = LAUNCH["fsdp_config"]["fsdp_reshard_after_forward"]
-    layers = [module for module in model.modules() if type(module).__name__ == wrapped]
+    """Shards as Accelerate does with the launch file, but for the precision: the layers that it names, the output
+    layer with the embeddings, and the rest."""
+    config = LAUNCH["fsdp_config"]
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=config["fsdp_version"],
+        auto_wrap_policy=config["fsdp_auto_wrap_policy"],
+        transformer_cls_names_to_wrap=[config["fsdp_transformer_layer_cls_to_wrap"]],
+        reshard_after_forward=config["fsdp_reshard_after_forward"],
+        cpu_ram_efficient_loading=config["fsdp_cpu_ram_efficient_loading"],
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shards",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("shards",)),
+        mixed_precision="no",
+        is_main_process=torch.distributed.get_rank() == 0,
+        device=torch.device("cpu"),
+    )
+    remove_second_names(model)
+    fsdp2_prepare_model(accelerator, model)
+    layers = [module for module in model.modules() if type(module).__name__.endswith("TransformerLayer")]
     assert len(layers) == model.config.num_hidden_layers
-    for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard)
-    return fully_shard(model, reshard_after_forward=reshard)
+    assert all(isinstance(layer, FSDPModule) for layer in layers)
+    return model
 
 
 def full(tensor):
@@ -131,3 +153,36 @@ def test_they_go_on_from_what_each_saved(family, runs):
     models = [AutoModelForPreTraining.from_pretrained(runs / f"{family}-2{kind}") for kind in ("", "-resumed")]
     for (name, weight), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(other, weight), name
+
+
+def test_a_model_whose_biases_have_one_name_is_the_same_after_it_was_loaded(tokenizer, tmp_path):
+    """Also a BERT, and in Transformers' own classes."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tokenizer), **sizes)
+    for model in (tiny_model("nystromformer", tokenizer).eval(), BertForPreTraining(config).eval()):
+        with torch.no_grad():
+            model.cls.predictions.bias.normal_()
+        inputs = tokenizer(["one two", "three"], padding=True, return_tensors="pt")
+        expected = model(**inputs)[0]
+        remove_second_names(model)
+        assert not any("predictions.bias" in name for name in model.state_dict())
+        model.tie_weights()
+        assert torch.equal(model(**inputs)[0], expected)
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert torch.equal(loaded(**inputs)[0], expected)
+        assert loaded.cls.predictions.bias is loaded.cls.predictions.decoder.bias
+
+
+def test_the_loop_leaves_biases_one_name_before_weights_are_divided(examples, tokenizer, monkeypatch):
+    accelerator, model = create_accelerator(), tiny_model("nystromformer", tokenizer)
+
+    def prepare(model, optimizer):
+        raise RuntimeError(f"given {[name for name in model.state_dict() if name.endswith('decoder.bias')]}")
+
+    loader = RowLoader(examples, PretrainingCollator(tokenizer), 4)
+    monkeypatch.setattr(accelerator, "prepare", prepare)
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
+    with pytest.raises(RuntimeError, match=r"given \['cls\.predictions\.decoder\.bias'\]"):
+        loop.train(accelerator, model, PretrainingObjective(), loader, OptimizationArguments(4, max_train_steps=2))
+    assert model.cls.predictions.bias is None

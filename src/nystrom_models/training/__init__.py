@@ -19,6 +19,7 @@ from .optimization import OptimizationArguments, create_optimizer, create_schedu
 from .saving import save_pretrained
 from .scores import evaluate, predict, predict_rows
 from .selection import Goal
+from .sharding import remove_second_names
 from .state import TrainingState
 from .teacher import Teacher
 
@@ -49,6 +50,7 @@ __all__ = [
     "parse_arguments",
     "predict",
     "predict_rows",
+    "remove_second_names",
     "save_pretrained",
     "train",
     "with_teacher",

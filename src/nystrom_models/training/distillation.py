@@ -23,7 +23,8 @@ from ..conversion.weights import is_of_a_family
 from ..models.batch import make_batch
 from ..models.self_attention import SelfAttention
 from .objectives import Batch, Objective, Preparation
-from .saving import SHARDED, bare_model
+from .saving import bare_model
+from .sharding import SHARDED
 from .teacher import FLAG, Teacher, TeacherAttention, TeacherOutputs
 
 # The defaults of flags that need a teacher. Without a teacher, these flags are None.

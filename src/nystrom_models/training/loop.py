@@ -34,9 +34,10 @@ from .memory import return_free_memory
 from .objectives import Batch, Objective
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler, set_schedule_step
 from .results import read_json_lines, write_json
-from .saving import SHARDED, save_pretrained
+from .saving import save_pretrained
 from .scores import Sums
 from .selection import Best, Goal
+from .sharding import SHARDED, remove_second_names
 from .signals import Signals
 from .state import TrainingState, log_evaluation, log_figures
 
@@ -114,6 +115,8 @@ class TrainingLoop:
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
             config["gradient_clipping"] = args.max_grad_norm
+        if accelerator.distributed_type == DistributedType.FSDP:
+            remove_second_names(model)
         self.model, self.optimizer = accelerator.prepare(model, create_optimizer(model, args))
         self.scheduler = create_scheduler(self.optimizer, args, self.total_steps, objective.preparation)
         self.state = TrainingState(self.model)

@@ -45,8 +45,9 @@ from .lora import LoraArguments, add_lora
 from .objectives import Objective, PretrainingObjective
 from .optimization import OptimizationArguments
 from .run import finish_run, prepare_model, start_run
-from .saving import SHARDED, bare_model, save_pretrained
+from .saving import bare_model, save_pretrained
 from .scores import evaluate
+from .sharding import SHARDED
 from .splits import first_documents
 from .teacher import Teacher
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,8 +14,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint import save_tokenizer
 from .lora import has_lora, load_trained, merged_weights, save_trained
-
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+from .sharding import SHARDED
 
 
 def bare_model(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel:
