@@ -331,7 +331,7 @@ def nystrom_attention(
 
 
 def _landmark_values(pinv: Tensor, seen: Tensor) -> Tensor:
-    """A⁺ (B V), (B, H, M, D), in the dtype of A⁺, under autocast, too."""
+    """A⁺ (B V), (B, H, M, D), or A⁺ B, (B, H, M, N), in the dtype of A⁺, under autocast, too."""
     with maybe_autocast(pinv.device.type, enabled=False):
         return pinv @ seen.to(pinv.dtype)
 
@@ -367,7 +367,7 @@ def nystrom_attention_map(
     wanted = query if rows is None else take_tokens(query, rows)
     landmarks = _landmarks(query, key, mask, num_landmarks, pinv_iterations, segments)
     b = attention_weights(landmarks.query, key, visible_keys(mask))
-    to_tokens = landmarks.pinv @ b.to(landmarks.pinv.dtype)  # A⁺ B
+    to_tokens = _landmark_values(landmarks.pinv, b)  # A⁺ B
     segments = landmarks.segments
     if segments is not None:
         places = torch.arange(key.shape[2], device=key.device)
