@@ -31,6 +31,12 @@ def test_only_spaces_and_tabs_are_between_columns(write, tmp_path):
     assert row == {"tokens": words, "ner_tags": ["O", "B-ORG"]}
 
 
+def test_lines_may_end_in_returns_alone(write, tmp_path):
+    rows = [(["EU", "rejects"], ["B-ORG", "O"]), (["Peter"], ["B-PER"])]
+    found = conll(write("words.conll", "EU B-ORG\rrejects O\r\rPeter B-PER\r"), tmp_path)
+    assert [(row["tokens"], row["ner_tags"]) for row in found] == rows
+
+
 def test_a_table_cannot_hold_words(write, tmp_path):
     with pytest.raises(ValueError, match=r"words\.csv, given by --test_file: \.csv files cannot hold lists of words"):
         load_conll_files("tokens", "ner_tags", [write("words.csv", "EU,B-ORG\nrejects,O\n")], "--test_file")

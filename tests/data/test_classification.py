@@ -204,6 +204,19 @@ def test_missing_labels_of_several_are_refused(labels, message):
             r"contains \['c'\], not among the labels \['a', 'b'\]",
         ),
         ({"label": ["a", "b"]}, {"regression": True}, "must hold numbers"),
+        ({"label": [[1.0], [2.0]]}, {"regression": True}, "holds lists: write one label in each row"),
+        ({"label": [["a"], ["b"]]}, {"label_names": ["a", "b"]}, "holds lists: .* give --multi_label"),
+        ({"label": [{"0": 1}, {"0": 2}]}, {}, r"holds objects\. .*orient=\"records\", lines=True"),
+        (
+            {"label": [1.1, 1.1]},
+            {"label_names": ["1.1", "1.10"]},
+            r"decimal numbers, and the labels are .*must be text",
+        ),
+        (
+            {"label": [1.1, 1.1]},
+            {"label_names": ["1.1", "1.10"], "label_delimiter": ","},
+            "decimal numbers, and the labels are",
+        ),
         ({"label": [0.5, float("nan")]}, {"regression": True}, "not finite"),
         ({"label": [0, 1]}, {"text_column": "label"}, "'label' .* must hold text, but holds int64"),
         (

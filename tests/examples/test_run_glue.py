@@ -186,6 +186,15 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--no_do_train", "--validation_file or --test_file"),
         ("--no_do_train --push_to_hub --validation_file {train}", "uploads the model that a run trains"),
         ("--train_file {versions} --validation_file {versions}", r"text in a \.jsonl or \.parquet file"),
+        # Only in the first file there is a name that is no number.
+        (
+            "--train_file {named} --validation_file {versions}",
+            r"validation set holds decimal .* \['1.1', '1.10', 'new'\]",
+        ),
+        ("--train_file {named} --validation_file {named} --text_column_names text text", "must all differ"),
+        ("--train_file {named} --validation_file {named} --text_column_names label", "must all differ"),
+        ("--train_file {named} --validation_file {zips}", r"must hold text, but holds int64\. .* write it as \.jsonl"),
+        ("--torch_compile --torch_compile_backend fast", "--torch_compile_backend must be one of aot_eager, "),
         ("--multi_label --do_regression", "not both"),
         ("--multi_label --label_delimiter=", "--label_delimiter must not be empty"),
         ("--keep_best_only", "of a --grid"),
@@ -225,8 +234,10 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
 def test_faults_are_named_before_training(options, message, checkpoint, pairs, write_rows, tmp_path):
     texts = [{"sentence": row["sentence1"], "label": row["label"]} for row in pairs(40)]
     (tmp_path / "versions.csv").write_text("text,label\na,1.1\nb,1.10\nc,1.2\n")
+    (tmp_path / "named.csv").write_text("text,label\na,1.1\nb,1.10\nc,new\n")
+    (tmp_path / "zips.csv").write_text("text,label\n10000,new\n10001,1.1\n")
     files = {
-        "versions": tmp_path / "versions.csv",
+        **{name: tmp_path / f"{name}.csv" for name in ("versions", "named", "zips")},
         "train": write_rows(pairs(40)),
         "texts": write_rows(texts),
         "hidden": write_rows(pairs(8, hidden=True)),

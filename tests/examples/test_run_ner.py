@@ -187,6 +187,8 @@ def test_a_stopped_run_goes_on_and_a_grid_names_the_best(checkpoint, rows, write
             r"y_f1 is not measured; use one of loss, precision, recall, f1, accuracy, x_precision, x_recall, x_f1\.$",
         ),
         ([{"tokens": ["a"], "ner_tags": ["O"]}], "--label_names O O", "--label_names must all differ"),
+        # A space of no width has no token.
+        ([{"tokens": ["\u200b"] * 2, "ner_tags": ["O", "B-x"]}], "", "No text of the train set has a token"),
         (
             [{"tokens": ["a"], "ner_tags": ["O"]}],
             "--no_do_train --label_names O",

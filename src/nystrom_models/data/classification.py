@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, Value
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from .rows import cutting_on_the_right, make_rows
@@ -55,17 +55,30 @@ def require_texts(dataset: Dataset, column: str, where: str) -> None:
     require_column(dataset, column, where)
     dtype = getattr(dataset.features[column], "dtype", dataset.features[column])
     if dtype not in ("string", "large_string"):
-        raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.")
+        hint = " A .csv or .tsv file has texts that are numbers in no such column: write it as .jsonl."
+        hint = hint if dataset.builder_name == "csv" else ""
+        raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.{hint}")
 
 
 def require_labels(dataset: Dataset, column: str, several: bool, where: str) -> None:
-    """As [`require_column`]; if rows have several labels, no list lacks a value, and an empty field of a .csv or .tsv
-    file, which is read as missing, is a row without labels."""
+    """As [`require_column`], and if labels are neither texts nor numbers. If rows have several labels, they may be
+    lists, of which none lacks a value, and an empty field of a .csv or .tsv file, which is read as missing, is a row
+    without labels."""
     if several and column in dataset.column_names and dataset.builder_name == "csv" and not has_lists(dataset, column):
         return
     require_column(dataset, column, where)
+    if not isinstance(_label_feature(dataset, column), Value | ClassLabel):
+        raise ValueError(
+            f"The column {column!r} of {where} must hold labels, but holds objects. A file needs an object for each "
+            'row, as pandas writes with df.to_json(path, orient="records", lines=True).'
+        )
     if several and has_lists(dataset, column):
         require_full_lists(dataset, column, where)
+    elif has_lists(dataset, column):
+        raise ValueError(
+            f"The column {column!r} of {where} holds lists: write one label in each row; or, if a row has any number "
+            "of labels, give --multi_label."
+        )
 
 
 def require_full_lists(dataset: Dataset, column: str, where: str) -> None:
@@ -92,6 +105,11 @@ def has_lists(dataset: Dataset, column: str) -> bool:
 def _label_feature(dataset: Dataset, column: str) -> Any:
     feature = dataset.features[column]
     return feature.feature if has_lists(dataset, column) else feature
+
+
+def has_decimals(dataset: Dataset, column: str) -> bool:
+    """Whether labels are floating-point numbers."""
+    return str(_label_feature(dataset, column).dtype).startswith(("float", "double"))
 
 
 def _label_values(dataset: Dataset, column: str, labels: Sequence[Any], delimiter: str | None) -> list[Any]:
@@ -299,10 +317,18 @@ def check_labels(
     elif ids is not None:
         found = _found(ids)
         labels = set(_unique_labels(dataset, label_column, label_delimiter))
-        if unknown := [label for label in labels if found(label) is None]:
+        unknown = [label for label in labels if found(label) is None]
+        by_name = label_delimiter is not None and not has_lists(dataset, label_column)
+        if has_decimals(dataset, label_column) and (by_name or not ids.keys() >= labels):
+            raise ValueError(
+                f"The column {label_column!r} of {where} holds decimal numbers, and the labels are {list(ids)}. "
+                "Names of classes, such as 1.10, must be text: write them in a .jsonl or .parquet file."
+            )
+        if unknown:
+            hint = " If its labels are hidden, remove their column." if where.startswith("the test set") else ""
             raise ValueError(
                 f"The column {label_column!r} of {where} contains {sorted(unknown, key=str)}, not among the "
-                f"labels {list(ids)}."
+                f"labels {list(ids)}.{hint}"
             )
 
 

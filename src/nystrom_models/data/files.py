@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
@@ -79,6 +80,11 @@ def decoded_lines(path: str) -> Iterator[str]:
         raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}).") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged after line {number}: {error}.") from error
+
+
+def lines_without_ends(path: str) -> Iterator[str]:
+    r"""As [`decoded_lines`], of a text in which lines may also end in \r\n, or in \r alone."""
+    return (part for line in decoded_lines(path) for part in line.rstrip("\r\n").split("\r"))
 
 
 def _load(
@@ -174,10 +180,16 @@ def _stream_of_files(
     )
 
 
+def _lines_of_table(path: str) -> Iterator[str]:
+    r"""The lines of a .csv or .tsv file. Without any \n in it, they end in \r, as in files of Excel for Mac."""
+    for number, line in enumerate(decoded_lines(path), start=1):
+        yield from re.split(r"(?<=\r)", line) if number == 1 and not line.endswith("\n") else [line]
+
+
 def _records(path: str) -> Iterator[tuple[int, list[str]]]:
     """The rows of a .csv or .tsv file, each with the number of its last line; that of an empty line is empty."""
     csv.field_size_limit(LARGEST_FIELD)
-    reader = csv.reader(decoded_lines(path), strict=True, **_TABLES[file_ending(path)])
+    reader = csv.reader(_lines_of_table(path), strict=True, **_TABLES[file_ending(path)])
     try:
         for row in reader:
             yield reader.line_num, row
@@ -200,8 +212,10 @@ def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str,
     for path, *_ in files:
         records, empty = _records(path), 0
         header = _header(records)
-        if sorted(header) != sorted(columns) or len(set(header)) < len(header):
-            raise ValueError(f"{path}: its columns are {header}, but must be {columns}, each once.")
+        if several := sorted({name for name in header if header.count(name) > 1}):
+            raise ValueError(f"{path}: several columns are called {', '.join(several)}: give each its own name.")
+        if sorted(header) != sorted(columns):
+            raise ValueError(f"{path}: its columns are {header}, but must be {columns}, as in the first file.")
         for line, row in records:
             if not row:
                 empty = empty or line
@@ -246,9 +260,7 @@ def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray | None:
 def _documents(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str]]:
     """The documents of .txt files: lines between lines that are empty, or have only spaces."""
     for path, *_ in files:
-        # Lines may also end in \r\n, or in \r alone.
-        every = (part for line in decoded_lines(path) for part in line.rstrip("\r\n").split("\r"))
-        for blank, lines in groupby(every, key=lambda line: not line.strip()):
+        for blank, lines in groupby(lines_without_ends(path), key=lambda line: not line.strip()):
             if not blank:
                 yield {"text": "\n".join(lines)}
 
@@ -359,25 +371,43 @@ def _with_types(schema: pa.Schema, columns: dict[str, list[Any]]) -> pa.Schema:
 
 
 def _json_schema(names: Sequence[str]) -> pa.Schema:
-    """The columns of .json or .jsonl files and the types that hold all their values.
+    """The columns of .json or .jsonl files and the types that hold all their values. Of columns that hold objects,
+    those without such a type are left out; the metadata of the schema say why, by column.
 
     Raises:
         ValueError: with the place and column of a value that has another type than those before.
     """
     schema = pa.schema([])
+    left_out: dict[str, str] = {}
     for path in names:
         rows = _json_rows(path)
         while part := list(islice(rows, _PART)):
+            columns = [name for name in _columns(part) if name not in left_out]
             try:
-                schema = _with_types(schema, {name: [row.get(name) for _, row in part] for name in _columns(part)})
+                schema = _with_types(schema, {name: [row.get(name) for _, row in part] for name in columns})
             except pa.ArrowException:  # value by value, also because large integers and others fit only so
                 for place, row in part:
-                    for name, value in row.items():
+                    for name in [name for name in columns if name in row and name not in left_out]:
                         try:
-                            schema = _with_types(schema, {name: [value]})
+                            schema = _with_types(schema, {name: [row[name]]})
                         except pa.ArrowException as error:
-                            raise ValueError(f"{place}, column {name!r}: {error}.") from error
-    return schema
+                            why = f"{place}, column {name!r}: {error}"
+                            index = schema.get_field_index(name)
+                            if not _has_objects(row[name]) and (index < 0 or not _is_nested(schema.field(index).type)):
+                                raise ValueError(f"{why}.") from error
+                            left_out[name] = why
+                            schema = schema if index < 0 else schema.remove(index)
+    return schema.with_metadata(left_out)
+
+
+def _has_objects(value: Any) -> bool:
+    """Whether a JSON value is an object, or a list with one at any depth."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_objects, value)))
+
+
+def _is_nested(dtype: pa.DataType) -> bool:
+    """Whether values of this type are objects, or lists with them at any depth."""
+    return pa.types.is_struct(dtype) or (pa.types.is_list(dtype) and _is_nested(dtype.value_type))
 
 
 def _schema_of_json(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, bytes]]:
@@ -385,11 +415,16 @@ def _schema_of_json(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str,
     yield {"schema": _json_schema([path for path, *_ in files]).serialize().to_pybytes()}
 
 
-def _rows_of_json(files: Sequence[tuple[str, int, int]], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of .json or .jsonl files; a field that a row does not have is missing."""
+def _rows_of_json(
+    files: Sequence[tuple[str, int, int]], columns: Sequence[str], others: bool
+) -> Iterator[dict[str, Any]]:
+    """The rows of .json or .jsonl files; a field that a row does not have is missing.
+
+    others: other columns are not left out.
+    """
     for path, *_ in files:
         for _, row in _json_rows(path):
-            yield dict.fromkeys(columns) | row
+            yield dict.fromkeys(columns) | {name: row[name] for name in row if others or name in columns}
 
 
 def _load_json(
@@ -397,13 +432,16 @@ def _load_json(
 ) -> Dataset | IterableDataset:
     if streaming:  # without types: they would be those of the first rows, and later values would be cast to them
         columns = _columns(islice(chain.from_iterable(map(_json_rows, names)), _PART))
-        return _stream_of_files(_rows_of_json, None, names, columns=columns)
+        return _stream_of_files(_rows_of_json, None, names, columns=columns, others=True)
     found = rows_of_files(_schema_of_json, Features({"schema": Value("binary")}), names, flag, cache_dir)
     schema = pa.ipc.read_schema(pa.py_buffer(found[0]["schema"]))
+    for name, why in (schema.metadata or {}).items():
+        warnings.warn(f"The column {name.decode()!r} of {flag} is left out: {why.decode()}.", stacklevel=2)
     if not schema.names:
         raise _no_rows(names, flag)
     features = Features.from_arrow_schema(schema)
-    return rows_of_files(_rows_of_json, features, names, flag, cache_dir, columns=tuple(schema.names))
+    options: dict[str, Any] = {"columns": tuple(schema.names), "others": False}
+    return rows_of_files(_rows_of_json, features, names, flag, cache_dir, **options)
 
 
 def load_files(

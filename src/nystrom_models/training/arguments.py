@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import DynamoBackend
 from transformers import HfArgumentParser
 
 from ..checkpoint import require_possible
@@ -175,6 +176,11 @@ class RunArguments(CheckpointArguments):
             raise ValueError(
                 "--load_best_model_at_end and --early_stopping_patience need evaluations to choose from: "
                 "--eval_strategy epoch, or steps."
+            )
+        backends = sorted(backend.lower() for backend in DynamoBackend.list() if backend != "NO")
+        if self.torch_compile and self.torch_compile_backend.lower() not in backends:
+            raise ValueError(
+                f"--torch_compile_backend must be one of {', '.join(backends)}, but is {self.torch_compile_backend}."
             )
         if self.metric_for_best_model is not None:
             Goal.of(self.metric_for_best_model, self.greater_is_better)

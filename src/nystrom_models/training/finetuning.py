@@ -198,6 +198,8 @@ class FinetuningRun(ABC):
         with accelerator.main_process_first():
             self.rows = {split: self.tokenized(split, dataset) for split, dataset in self.examples.items()}
         for split, rows in self.rows.items():
+            if len(rows) == 0:
+                raise ValueError(f"No text of {self.where[split]} has a token of this tokenizer: leave it out.")
             for line in self.notes(split, rows):
                 accelerator.print(f"{self.where[split][0].upper()}{self.where[split][1:]}: {line}")
         self.model = self._model()

@@ -94,17 +94,21 @@ class OptimizationArguments:
             raise ValueError(
                 f"--lr_scheduler_type must be one of {', '.join(SCHEDULES)}, but is {self.lr_scheduler_type}."
             )
-        if self.num_train_epochs <= 0:
-            raise ValueError(f"--num_train_epochs must be positive, but is {self.num_train_epochs}.")
         if self.num_warmup_steps is not None and self.num_warmup_steps < 0:
             raise ValueError(f"--num_warmup_steps must be at least 0, but is {self.num_warmup_steps}.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"--warmup_ratio must lie between 0 and 1, but is {self.warmup_ratio}.")
-        for name in ("learning_rate", "max_grad_norm"):
+        for name in ("learning_rate", "max_grad_norm", "num_train_epochs", "adam_epsilon"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be positive, but is {getattr(self, name)}.")
-        if math.isinf(self.learning_rate):
-            raise ValueError(f"--learning_rate must be finite, but is {self.learning_rate}.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"--weight_decay must be at least 0, but is {self.weight_decay}.")
+        for name in ("learning_rate", "num_train_epochs", "adam_epsilon", "weight_decay"):
+            if math.isinf(getattr(self, name)):
+                raise ValueError(f"--{name} must be finite, but is {getattr(self, name)}.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 0 and less than 1, but is {getattr(self, name)}.")
         _schedule(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=self.learning_rate), self, 1, 10)
 
     def schedule_options(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..data.classification import (
     TruncationStrategy,
     class_labels,
     classification_dataset,
+    has_decimals,
     has_lists,
     require_column,
     require_labels,
@@ -45,6 +46,11 @@ class TextColumnArguments:
         """The task of data that are not a known benchmark."""
         metric, best = ("regression", "mse") if self.do_regression else ("classification", "accuracy")
         columns = tuple(self.text_column_names or ("text",))
+        if len({*columns, self.label_column_name}) <= len(columns):
+            raise ValueError(
+                f"The columns of --text_column_names, {', '.join(columns)}, and of --label_column_name, "
+                f"{self.label_column_name}, must all differ."
+            )
         return TextTask(
             columns, self.label_column_name, regression=self.do_regression, metric=metric, best_metric=best
         )
@@ -113,7 +119,7 @@ def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], li
     """
     if task.label_names is not None:
         return _named(list(task.label_names))
-    if str(getattr(train_set.features[task.label_column], "dtype", "")).startswith(("float", "double")):
+    if has_decimals(train_set, task.label_column):
         raise ValueError(
             f"The column {task.label_column!r} of the train set holds decimal numbers: --do_regression predicts them. "
             "If they are names of classes, such as 1.10, write them as text in a .jsonl or .parquet file."
