@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
     DynamicCache,
+    GPT2Config,
     PreTrainedTokenizerFast,
     StaticCache,
     TextStreamer,
@@ -333,6 +334,9 @@ def test_the_softmax_control_generates_without_a_cache():
         assert written[row, padding:].tolist() == alone[0].tolist()
     with pytest.raises(ValueError, match=r"no layer with a state of fixed size.*use_cache=False"):
         model(ids, use_cache=True)
+    for cache in (DynamicCache(), DynamicCache(config=GPT2Config())):
+        with pytest.raises(ValueError, match=r"no layer with a state of fixed size.*use_cache=False"):
+            greedy(model, ids, **{CACHE: cache})
     with pytest.raises(ValueError, match=r"feature_map=None has no states to continue from.*give input_ids"):
         model.generate(inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=2, use_cache=False)
     with pytest.raises(ValueError, match=r"feature_map=None.*use_cache=False"):

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .batch import find_documents, first_of_document
 from .configuration_base import BaseConfig
-from .input_checks import input_shape, require_labels, require_labels_of_tokens, require_one_input
+from .input_checks import input_shape, reject_cache, require_labels, require_labels_of_tokens, require_one_input
 from .losses import IGNORED, at_least_one
 from .modeling_base import BasePreTrainedModel
 from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
@@ -220,7 +220,9 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
     def _first_new_token(self, given: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """The index of the first token that the cache has not seen, in a prompt of `given` tokens."""
         cache = model_kwargs.get(CACHE)
-        if cache is not None and self.config.has_states:
+        if not self.config.has_states:
+            reject_cache(type(self).__name__, cache, None, is_decoder=True)
+        elif cache is not None:
             require_recurrent(cache, self.config.num_hidden_layers, type(self).__name__)
         seen = columns_seen(cache)
         mask = model_kwargs.get("attention_mask")
