@@ -264,7 +264,8 @@ def test_the_held_out_documents_of_a_stream_may_have_anything_beside_their_texts
     documents = documents_of(corpus, **options, max_eval_samples=3)
     assert documents["validation"]["text"][:] == ["a", "b", "c"]
     with pytest.raises(
-        ValueError, match=r"'text' of document 4, counted among the held-out ones, must hold text, but holds 4"
+        ValueError,
+        match=r"'text' of document 4, counted among the held-out ones, must hold text, but holds 4: .* as \.jsonl",
     ):
         documents_of(corpus, **options, max_eval_samples=4)
 

@@ -171,9 +171,12 @@ def texts_of(
     texts = list(documents.get(column, [None] * len(indices)))
     for number, text in zip(indices, texts, strict=True):
         if not isinstance(text, str):
+            remedy = "correct the document, or leave it out"
+            if isinstance(text, int | float):
+                remedy += "; a .csv or .tsv file whose texts are all numbers must be written as .jsonl"
             raise ValueError(
                 f"The column {column!r} of document {number + 1}, {counted}, must hold text, but "
-                f"holds {str(text)[:40]}: correct the document, or leave it out."
+                f"holds {str(text)[:40]}: {remedy}."
             )
     return texts
 
