@@ -340,6 +340,15 @@ def test_a_field_that_does_not_fit_is_named_with_the_value_that_does(field, valu
         convert(tmp_path, config)
 
 
+def test_the_configuration_of_a_model_is_its_own(tmp_path):
+    save_source(tmp_path, "Bert", "ForMaskedLM")
+    config = converted_config(tmp_path)
+    before = config.to_dict()
+    model = convert(tmp_path, config, compare=False)
+    model.config.num_labels = 7
+    assert config.to_dict() == before
+
+
 def test_a_configuration_of_transformers_is_refused(tmp_path):
     BertConfig(**TINY, architectures=["BertModel"]).save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="make it with converted_config"):

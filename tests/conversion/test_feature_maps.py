@@ -6,7 +6,7 @@ import torch
 
 from nystrom_models.conversion import Matching, convert, converted_config
 from nystrom_models.conversion.exact_attention import AttentionInputs
-from nystrom_models.conversion.feature_maps import cross_entropy
+from nystrom_models.conversion.feature_maps import cross_entropy, match_feature_maps
 from tests.conversion.sources import LENGTH, save_source
 from tests.models.options import make_model, relative_error
 
@@ -63,6 +63,14 @@ def test_the_cross_entropy_is_that_of_the_weights():
     linear = linear / linear.sum(-1, keepdim=True)
     assert loss.item() == pytest.approx(-(softmax * linear.log()).sum(-1).mean().item(), rel=1e-5)
     assert entropy.item() == pytest.approx(-(softmax * softmax.log()).sum(-1).mean().item(), rel=1e-5)
+
+
+def test_steps_take_all_rows():
+    first, second, other = (AttentionInputs(*torch.randn(3, 2, 2, 10, 4)) for _ in range(3))
+    start = torch.eye(4).expand(2, 4, 4)
+    found = [match_feature_maps([first, last], start, start, Matching(steps=4)) for last in (second, other)]
+    for one, another in zip(*found, strict=True):
+        assert not torch.equal(one, another)
 
 
 def test_without_steps_nothing_changes_and_no_start_gets_worse(source):

@@ -195,6 +195,14 @@ def test_heads_may_differ_in_their_slots(tmp_path):
     assert relative_error(model(rows)[0], exact(rows)[0]) < 0.05
 
 
+def test_taps_of_another_number_are_not_carried(tmp_path):
+    """They begin as means of segments, as without a source."""
+    linformer(tmp_path, projection_type="conv")
+    model = convert(tmp_path, converted_config(tmp_path, "linformer", projected_dim=4), compare=False)
+    weight = model.base_model.encoder.sequence_projection.weight
+    assert torch.equal(weight, torch.full_like(weight, 1 / 16))
+
+
 @torch.no_grad()
 def test_interpolated_columns_keep_their_sums(tmp_path):
     source = linformer(tmp_path, share_projection="key_value")

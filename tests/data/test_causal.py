@@ -167,6 +167,19 @@ def make_stream(stream, tokenizer, **options):
     return causal_stream(stream, tokenizer, CausalCollator.of(tokenizer), BLOCK, **options)
 
 
+def test_documents_of_another_column(documents, causal):
+    some = documents.select(range(40))
+    body = some.rename_column("text", "body")
+    expected, rows = causal_dataset(some, causal, BLOCK), causal_dataset(body, causal, BLOCK, text_column="body")
+    assert rows.with_format(None).to_list() == expected.with_format(None).to_list()
+    streams = (
+        make_stream(some.to_iterable_dataset(), causal),
+        make_stream(body.to_iterable_dataset(), causal, text_column="body"),
+    )
+    [expected], [found] = (next(iter(stream.steps())).batches for stream in streams)
+    assert torch.equal(found["input_ids"], expected["input_ids"])
+
+
 def test_a_stream_gives_the_rows_of_the_data_set(documents, stream, causal):
     """The rows of an epoch are the same, in another order."""
     options = {"documents_of_a_batch": DOCUMENTS_OF_A_BATCH}

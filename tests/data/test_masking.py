@@ -225,7 +225,10 @@ def test_padding_is_as_short_as_it_can_be(rows, tokenizer):
     ("options", "message"),
     [
         ({"mlm_probability": 0.0}, "mlm_probability must lie above 0"),
+        ({"mlm_probability": 1.5}, r"mlm_probability must lie .* up to 1, but is 1\.5"),
         ({"mask_replace_prob": 0.95}, "add up to 1"),
+        ({"mask_replace_prob": -0.1}, r"mask_replace_prob .* must not be negative .* but are -0\.1 and"),
+        ({"random_replace_prob": -0.1}, r"random_replace_prob must not be negative .* and -0\.1"),
     ],
 )
 def test_bad_probabilities(options, message, tokenizer):

@@ -166,11 +166,13 @@ def test_long_sums_in_half_precision(dtype):
 
 
 def test_sums_under_autocast_are_in_float32():
-    """Of the encoders' attention, and in a backward pass that is called under autocast."""
+    """Of the encoders' attention, of a token after others, and in a backward pass that is called under autocast."""
     states = tensors(70)
-    expected = linear_attention(*states)
+    token = *tensors(1), None, some_state()
+    expected = linear_attention(*states), *causal_linear_attention(*token)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(linear_attention(*states), expected)
+        found = linear_attention(*states), *causal_linear_attention(*token)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     found = []
     for enabled in (False, True):
         torch.manual_seed(0)

@@ -340,6 +340,14 @@ def test_positions_count_from_where_the_family_says(option, first):
 
 
 @torch.no_grad()
+def test_positions_without_a_table_have_a_first_and_no_last():
+    model, positions = make_model("linear-causal_sinusoidal", max_position_embeddings=None), torch.arange(10)[None]
+    assert model(IDS, position_ids=positions + 10**4).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match=r"position_ids must be at least 0: .* has 0 in"):
+        model(IDS, position_ids=positions - 1)
+
+
+@torch.no_grad()
 def test_padding_without_a_mask_is_warned_of(monkeypatch):
     said = []
     monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)

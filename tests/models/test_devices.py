@@ -47,7 +47,8 @@ def compare_on_two_devices(option, head):
     model = make_model(option, head)
     inputs = padded_inputs(head, labels=True)
     wanted = {"output_attentions": True, "output_hidden_states": True}
-    expected = [result(model, inputs), result(model, inputs | wanted)]
+    calls = [{}, wanted, wanted | {"attention_rows": torch.tensor([3, 0])}]
+    expected = [result(model, inputs | call) for call in calls]
     # A head with tied weights must be on the device of the embeddings.
     first = ("embeddings", "encoder.layer.0", "encoder.sequence_projection", "cls")
     with emulated_devices() as devices:
@@ -55,8 +56,8 @@ def compare_on_two_devices(option, head):
         split = dispatch_model(model, places)
         for given in (devices[0], torch.device("cpu")):
             given_inputs = {name: tensor.to(given) for name, tensor in inputs.items()}
-            assert relative_error(result(split, given_inputs), expected[0]) < TOLERANCE[torch.float32]
-            assert relative_error(result(split, given_inputs | wanted), expected[1]) < TOLERANCE[torch.float32]
+            for call, numbers in zip(calls, expected, strict=True):
+                assert relative_error(result(split, given_inputs | call), numbers) < TOLERANCE[torch.float32]
 
 
 def compare_gradients(option):
@@ -97,7 +98,7 @@ def fail_on_mixed_devices():
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("option", FAMILIES)
 def test_layers_on_two_devices(elsewhere, option, head):
-    """With padding and labels, with and without maps and states, and inputs on any device."""
+    """With padding and labels, with and without maps, some of their rows and states, and inputs on any device."""
     elsewhere(compare_on_two_devices, option, head)
 
 

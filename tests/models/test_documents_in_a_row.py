@@ -69,6 +69,10 @@ def test_positions_that_restart_are_documents(option):
     assert torch.equal(outputs.loss, model(batch["input_ids"], labels=batch["input_ids"], seq_idx=numbered).loss)
     states = model.base_model(batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
     assert torch.equal(states, model.base_model(batch["input_ids"], seq_idx=numbered).last_hidden_state)
+    # The same positions for all rows.
+    rows, positions = torch.randint(3, 99, (2, 8)), batch["position_ids"]
+    expected = model(rows, position_ids=positions.expand(2, 8)).logits
+    assert torch.equal(model(rows, position_ids=positions).logits, expected)
     # One document: positions that go on, and rows padded on the left.
     ids, mask = batch["input_ids"], torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
     positions = torch.arange(8)[None]

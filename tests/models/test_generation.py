@@ -15,6 +15,7 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     GPT2Config,
+    MambaConfig,
     PreTrainedTokenizerFast,
     StaticCache,
     TextStreamer,
@@ -359,6 +360,10 @@ def test_what_a_state_cannot_do_is_refused_by_name():
         model(ids, cache=DynamicCache())
     with pytest.raises(ValueError, match=r"cannot hold the recurrent states.*DynamicCache\(config=model.config\)"):
         greedy(model, ids, **{CACHE: DynamicCache()})
+    # Caches of models with other numbers of states and of layers.
+    for config in (MambaConfig(num_hidden_layers=2), make(num_hidden_layers=3).config):
+        with pytest.raises(ValueError, match=r"cannot hold the recurrent states of LinearTransformer"):
+            model(ids, cache=DynamicCache(config=config))
     with pytest.raises(ValueError, match=r"states of 2 rows, but there are 1"):
         model(ids[:1], cache=cache)
     with pytest.raises(ValueError, match=r"output_attentions needs all tokens at once.*use_cache=False"):
@@ -552,6 +557,9 @@ def test_caches_and_training():
     written = greedy(model, ids)
     model.gradient_checkpointing_enable()
     assert cache_of(model(ids, use_cache=True)) is None
+    # In evaluation mode layers run once, too.
+    assert cache_of(model.eval()(ids, use_cache=True)) is not None
+    model.train()
     # Without gradients layers run once: models generate between steps of training.
     assert torch.equal(greedy(model, ids), written)
 

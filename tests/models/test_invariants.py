@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.models import formulas
 from tests.models.options import HEADS, OPTIONS, TOLERANCE, make_model, relative_error
@@ -166,6 +168,19 @@ def test_eager_is_sdpa_and_earlier_calls_leave_no_trace(option):
     assert relative_error(eager[mask.bool()], first[mask.bool()]) < TOLERANCE[torch.float32]
     model.set_attn_implementation("sdpa")
     assert relative_error(model(ids, attention_mask=mask).last_hidden_state, first) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "option", ["nystromformer-landmarks", "nystromformer-softmax", "linformer-layerwise", "linear-softmax"]
+)
+@torch.no_grad()
+def test_an_encoder_sees_later_tokens_through_any_registered_function(option, monkeypatch):
+    """Functions of Transformers are causal unless they are told otherwise."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "registered_by_a_user", sdpa_attention_forward)
+    model, ids = make_model(option), torch.randint(3, 99, (2, 40))
+    expected = model(ids).last_hidden_state
+    model.set_attn_implementation("registered_by_a_user")
+    assert relative_error(model(ids).last_hidden_state, expected) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

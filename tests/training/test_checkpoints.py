@@ -262,18 +262,16 @@ def test_an_earlier_run_in_the_same_folder_is_not_taken_for_this_one(tokenizer, 
         CheckpointArguments(str(tmp_path), resume_from_checkpoint="latest", overwrite_output_dir=True)
 
 
+@pytest.mark.parametrize("name", ["model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name"])
 @pytest.mark.parametrize("folder", ["checkpoint-2", "superseded-checkpoint-4", "best_model"])
-def test_a_model_is_not_removed_before_it_is_read(folder, tmp_path):
-    @dataclasses.dataclass
-    class Arguments(CheckpointArguments):
-        teacher_model_name_or_path: str | None = None
-
+def test_a_model_is_not_removed_before_it_is_read(folder, name, tmp_path):
+    Arguments = dataclasses.make_dataclass("Arguments", [(name, str | None, None)], bases=(CheckpointArguments,))
     model = tmp_path / folder
     model.mkdir()
-    with pytest.raises(ValueError, match=f"--teacher_model_name_or_path .*{folder} is of an earlier run"):
-        make_way(Arguments(str(tmp_path), overwrite_output_dir=True, teacher_model_name_or_path=str(model)))
+    with pytest.raises(ValueError, match=f"--{name} .*{folder} is of an earlier run"):
+        make_way(Arguments(str(tmp_path), overwrite_output_dir=True, **{name: str(model)}))
     assert model.is_dir()
-    make_way(Arguments(str(tmp_path), overwrite_output_dir=True, teacher_model_name_or_path="google-bert/bert"))
+    make_way(Arguments(str(tmp_path), overwrite_output_dir=True, **{name: "google-bert/bert"}))
     assert not model.exists()
 
 

@@ -198,6 +198,13 @@ def test_vocabularies_that_are_filled_up():
     assert float(divergence(logits, wide.flip(1), 2.0, 12)) > 0.1
 
 
+def test_the_divergence_of_rounded_logits_is_not_rounded():
+    own, their = torch.randn(2, 50, 300).bfloat16()
+    found, expected = (divergence(*logits, 2.0, 300) for logits in ((own, their), (own.double(), their.double())))
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
 FAMILIES = [
     ("nystromformer", {"num_landmarks": 4, "conv_kernel_size": 3}),
     ("linformer", {"projected_dim": 4, "share_projection": "layerwise"}),
@@ -239,8 +246,24 @@ def test_gradients_flow_only_where_they_should(family, fields, trained, bert, ba
     everything = {name for name, p in student.named_parameters() if p.requires_grad}
     # A key's bias adds the same to all scores of a softmax; and rows of positions and types that do not occur.
     assert everything - reached(taught)[0] <= {n for n in everything if n.endswith("key.bias")}
-    assert student.training and all(p.requires_grad for p in student.parameters())
+    # Dropout is on again in every part.
+    assert all(module.training for module in student.modules())
+    assert all(p.requires_grad for p in student.parameters())
     assert not any(p.requires_grad or p.grad is not None for p in objective.teacher.model.parameters())
+
+
+def test_what_is_frozen_stays_frozen(bert, batch, tokenizer, tmp_path):
+    """As beside adapters: while attention is matched, and afterwards."""
+    student = save_student(tmp_path, bert, num_landmarks=4, conv_kernel_size=3, max_position_embeddings=64)
+    kept = {name for name, _ in student.named_parameters() if ".query." in name or is_of_a_family(name)}
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(name in kept)
+    flags = {"attention_matching_steps": 1, "attention_matching_parameters": "added"}
+    matching = teach(student, bert, tokenizer, **flags).at_step(0)
+    matching.losses(matching.forward(student, batch))["attention_loss"].backward()
+    reached = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
+    assert reached == {name for name in kept if is_of_a_family(name)}
+    assert {name for name, parameter in student.named_parameters() if parameter.requires_grad} == kept
 
 
 def test_the_first_steps_have_a_rate_of_their_own_and_the_schedule_begins_after_them():
@@ -272,6 +295,12 @@ def test_flags(flags, message):
         TeacherArguments(**flags)
 
 
+@pytest.mark.parametrize(("trained", "rate"), [("all", 1e-3), ("added", 1e-2), (None, 1e-3)])
+def test_added_parameters_have_a_larger_rate(trained, rate):
+    args = TeacherArguments(teacher_model_name_or_path="x", attention_matching_parameters=trained)
+    assert args.attention_matching_learning_rate == rate
+
+
 def test_divided_weights_are_refused():
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
     with pytest.raises(ValueError, match=r"needs whole layers, but FSDP divides them: .*configs/accelerate/"):
@@ -298,6 +327,12 @@ def test_teachers_that_cannot_teach(bert, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"num_hidden_layers=3, and the model 2.* --alpha_mse 0"):
         teach(student, deep, tokenizer)
     assert teach(student, deep, tokenizer, alpha_mse=0.0)
+    # Hidden states can be compared whatever the heads; attention cannot.
+    heads = str(tmp_path / "heads")
+    save_teacher(heads, "Bert", tokenizer, num_attention_heads=8)
+    assert teach(student, heads, tokenizer)
+    with pytest.raises(ValueError, match=r"num_attention_heads=8, and the model 4.* --attention_matching_steps 0"):
+        teach(student, heads, tokenizer, attention_matching_steps=1)
     flags = {"attention_matching_steps": 1, "attention_matching_parameters": "added"}
     with pytest.raises(ValueError, match="has no parameters that its source does not have"):
         teach(student, bert, tokenizer, **flags)

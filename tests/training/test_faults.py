@@ -37,7 +37,7 @@ class Breaks(PretrainingObjective):
         return losses
 
 
-def run(examples, tokenizer, folder, what, steps, **options):
+def run(examples, tokenizer, folder, what, steps, resume=None, **options):
     model = tiny_model("nystromformer", tokenizer)
     state = None
     try:
@@ -48,7 +48,7 @@ def run(examples, tokenizer, folder, what, steps, **options):
             RowLoader(examples, PretrainingCollator(tokenizer), 4),
             OptimizationArguments(4, learning_rate=1e-3, max_train_steps=8, **options),
             logging_steps=1,
-            checkpoints=CheckpointArguments(str(folder), 1),
+            checkpoints=CheckpointArguments(str(folder), 1, resume_from_checkpoint=resume),
         )
     finally:
         assert all(torch.isfinite(weight).all() for weight in model.parameters())
@@ -76,6 +76,15 @@ def test_some_steps_may_be_left_out(what, examples, tokenizer, tmp_path):
     assert rates == pytest.approx([1e-3 * (8 - step) / 7 for step in range(1, 9)])
     with pytest.raises(FloatingPointError, match="--max_skipped_steps is now 1"):
         run(examples, tokenizer, tmp_path / "again", what, {3, 5}, max_skipped_steps=1)
+
+
+def test_a_resumed_run_counts_the_steps_that_were_left_out_before(examples, tokenizer, tmp_path):
+    run(examples, tokenizer, tmp_path, "loss", {3}, max_skipped_steps=1)
+    checkpoint = str(tmp_path / "checkpoint-4")
+    state = run(examples, tokenizer, tmp_path, "loss", set(), checkpoint, max_skipped_steps=1)
+    assert state.step == 8 and state.skipped_steps == 1
+    with pytest.raises(FloatingPointError, match="--max_skipped_steps is now 1"):
+        run(examples, tokenizer, tmp_path, "loss", {1}, checkpoint, max_skipped_steps=1)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tokenizer, tmp_path):

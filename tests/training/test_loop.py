@@ -310,6 +310,12 @@ def test_seeded_runs_are_equal(examples, tokenizer):
     assert losses[0] == losses[1]
 
 
+def test_each_process_draws_its_own_dropout(examples, tokenizer, monkeypatch):
+    monkeypatch.setattr("accelerate.utils.random.AcceleratorState", lambda: SimpleNamespace(process_index=3))
+    pretrain(tiny_model("linformer", tokenizer), examples, tokenizer, steps=1, seed=5)
+    assert torch.initial_seed() == 5 + 3
+
+
 def test_saved_model_and_tokenizer_are_loaded(examples, tokenizer, tmp_path):
     accelerator = create_accelerator()
     model = tiny_model("linformer", tokenizer)
@@ -423,6 +429,9 @@ def test_an_accelerator_that_accumulates_is_refused(examples, tokenizer):
         ({"adam_beta1": 1.0}, "--adam_beta1"),
         ({"adam_beta2": math.nan}, "--adam_beta2"),
         ({"adam_epsilon": -1.0}, "--adam_epsilon"),
+        ({"learning_rate": math.nan}, "--learning_rate"),
+        ({"max_grad_norm": math.nan}, "--max_grad_norm"),
+        ({"group_by_length": True}, "--group_by_length"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

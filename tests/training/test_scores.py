@@ -3,12 +3,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.training import create_accelerator, predict
 from nystrom_models.training.objectives import (
+    ClassificationObjective,
     MultiLabelObjective,
     QuestionAnsweringObjective,
     RegressionObjective,
@@ -76,6 +78,13 @@ def test_both_tokens_of_an_answer_must_be_right_and_padding_is_no_token():
     expected = -(start[:, :3].log_softmax(1)[:, 1] + end[:, :3].log_softmax(1)[:, 2]) / 2
     torch.testing.assert_close(losses, expected)
     assert count.tolist() == [1, 1, 1]
+
+
+def test_the_loss_of_rounded_logits_is_not_rounded():
+    logits, labels = torch.randn(300, 500).bfloat16(), torch.randint(0, 500, (300,))
+    found, _ = ClassificationObjective().scores(SimpleNamespace(logits=logits), {"labels": labels})["loss"]
+    expected = F.cross_entropy(logits.double(), labels, reduction="none")
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=0)
 
 
 def test_each_class_of_a_row_counts_by_itself():
