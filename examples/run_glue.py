@@ -55,7 +55,11 @@ class GlueArguments(TextClassificationArguments):
     start_from_mnli: bool = field(
         default=False, metadata={"help": "With --task_name all: RTE, MRPC and STS-B start from the model of MNLI."}
     )
-    max_length: int | None = field(default=128, metadata={"help": "Largest number of tokens of a row."})
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "Largest number of tokens of a row; by default 128, or the model's maximum if it is less."},
+    )
+    usual_length: ClassVar[int | None] = 128
 
     def __post_init__(self):
         super().__post_init__()

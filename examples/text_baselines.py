@@ -29,7 +29,13 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import train_test_split
 
 from nystrom_models.data import TextTask
-from nystrom_models.data.classification import check_labels, encoded_labels, has_lists, require_column
+from nystrom_models.data.classification import (
+    check_labels,
+    encoded_labels,
+    has_lists,
+    require_column,
+    require_kind_of_labels,
+)
 from nystrom_models.data.glue import GLUE_TASKS, load_glue
 from nystrom_models.data.glue_files import load_glue_files
 from nystrom_models.training.arguments import DataArguments, parse_arguments
@@ -145,6 +151,8 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, flo
             f"The rows of the train set have lists of labels in the column {task.label_column!r}, for which there is "
             "no baseline: give data with one label for each row."
         )
+    for name, rows in {"train": train_set, **splits}.items():
+        require_kind_of_labels(rows, task.label_column, several=False, where=f"the {name} set")
     ids = None if task.regression else task_classes(task, train_set)[0]
     labels = label_values(task, ids, train_set, "the train set")
     features = Features(task.text_columns, train_set)

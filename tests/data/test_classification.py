@@ -204,8 +204,15 @@ def test_missing_labels_of_several_are_refused(labels, message):
             r"contains \['c'\], not among the labels \['a', 'b'\]",
         ),
         ({"label": ["a", "b"]}, {"regression": True}, "must hold numbers"),
-        ({"label": [[1.0], [2.0]]}, {"regression": True}, "holds lists: write one label in each row"),
-        ({"label": [["a"], ["b"]]}, {"label_names": ["a", "b"]}, "holds lists: .* give --multi_label"),
+        ({"label": [[1.0], [2.0]]}, {"regression": True}, "holds lists, but each row needs one label"),
+        ({"label": [["a"], ["b"]]}, {"label_names": ["a", "b"]}, "holds lists, .* only --multi_label takes several"),
+        ({"label": [[["a"]], [["b"]]]}, {"label_names": ["a", "b"], "label_delimiter": ","}, r"but holds List\(List"),
+        ({"label": [0.0, 2.0]}, {"label_names": {0: 0, 1: 1}}, r"contains \[2\.0\], not among the labels \[0, 1\]\.$"),
+        (
+            {"label": [0, 2]},
+            {"label_names": {0: 0, 1: 1}, "where": "the test mismatched set"},
+            r"labels \[0, 1\]\. If its labels are hidden, remove their column\.$",
+        ),
         ({"label": [{"0": 1}, {"0": 2}]}, {}, r"holds objects\. .*orient=\"records\", lines=True"),
         (
             {"label": [1.1, 1.1]},

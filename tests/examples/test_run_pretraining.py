@@ -487,7 +487,11 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
     ("options", "error", "message"),
     [
         ("--max_length 65", ValueError, "max_position_embeddings=65"),
-        ("--text_column_name body", ValueError, "no column 'body'; its columns are"),
+        (
+            "--text_column_name body",
+            ValueError,
+            r"no column 'body'; its columns are \['text'\]: give --text_column_name",
+        ),
         ("--validation_split_percentage 0", ValueError, "--validation_file"),
         ("--dataset_name some/corpus", ValueError, "but not both: --train_file"),
         ("--config_overrides hidden_sise=64", ValueError, "--config_overrides .*hidden_sise"),

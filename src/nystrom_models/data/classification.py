@@ -37,12 +37,13 @@ class TextTask:
     example: str | None = None  # a text, for model cards
 
 
-def require_column(dataset: Dataset, column: str, where: str, values: bool = True) -> None:
+def require_column(dataset: Dataset, column: str, where: str, values: bool = True, flag: str | None = None) -> None:
     """Raises a ValueError if a column does not exist or, with `values`, lacks one; the message calls the data set
-    `where`."""
+    `where`, and says that `flag` names the column."""
     if column not in dataset.column_names:
+        hint = f": give {flag}" if flag else ""
         raise ValueError(
-            f"{where[0].upper()}{where[1:]} has no column {column!r}; its columns are {dataset.column_names}."
+            f"{where[0].upper()}{where[1:]} has no column {column!r}; its columns are {dataset.column_names}{hint}."
         )
     for row, batch in _batches(dataset, column) if values else ():
         if batch.null_count:
@@ -55,29 +56,36 @@ def require_texts(dataset: Dataset, column: str, where: str) -> None:
     require_column(dataset, column, where)
     dtype = getattr(dataset.features[column], "dtype", dataset.features[column])
     if dtype not in ("string", "large_string"):
-        hint = " A .csv or .tsv file has texts that are numbers in no such column: write it as .jsonl."
+        hint = " In .csv and .tsv files, a column that holds only numbers is never text: write the file as .jsonl."
         hint = hint if dataset.builder_name == "csv" else ""
         raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.{hint}")
 
 
 def require_labels(dataset: Dataset, column: str, several: bool, where: str) -> None:
-    """As [`require_column`], and if labels are neither texts nor numbers. If rows have several labels, they may be
-    lists, of which none lacks a value, and an empty field of a .csv or .tsv file, which is read as missing, is a row
-    without labels."""
+    """As [`require_column`] and [`require_kind_of_labels`]. If rows have several labels, no list lacks a value, and an
+    empty field of a .csv or .tsv file, which is read as missing, is a row without labels."""
     if several and column in dataset.column_names and dataset.builder_name == "csv" and not has_lists(dataset, column):
         return
     require_column(dataset, column, where)
-    if not isinstance(_label_feature(dataset, column), Value | ClassLabel):
+    require_kind_of_labels(dataset, column, several, where)
+    if several and has_lists(dataset, column):
+        require_full_lists(dataset, column, where)
+
+
+def require_kind_of_labels(dataset: Dataset, column: str, several: bool, where: str) -> None:
+    """Raises a ValueError if labels are neither texts nor numbers; with `several`, they may be lists of them."""
+    feature = _label_feature(dataset, column)
+    if isinstance(feature, dict):
         raise ValueError(
             f"The column {column!r} of {where} must hold labels, but holds objects. A file needs an object for each "
             'row, as pandas writes with df.to_json(path, orient="records", lines=True).'
         )
-    if several and has_lists(dataset, column):
-        require_full_lists(dataset, column, where)
-    elif has_lists(dataset, column):
+    if not isinstance(feature, Value | ClassLabel):
+        raise ValueError(f"The column {column!r} of {where} must hold labels, but holds {dataset.features[column]}.")
+    if has_lists(dataset, column) and not several:
         raise ValueError(
-            f"The column {column!r} of {where} holds lists: write one label in each row; or, if a row has any number "
-            "of labels, give --multi_label."
+            f"The column {column!r} of {where} holds lists, but each row needs one label: only --multi_label takes "
+            "several."
         )
 
 
@@ -109,7 +117,7 @@ def _label_feature(dataset: Dataset, column: str) -> Any:
 
 def has_decimals(dataset: Dataset, column: str) -> bool:
     """Whether labels are floating-point numbers."""
-    return str(_label_feature(dataset, column).dtype).startswith(("float", "double"))
+    return str(getattr(_label_feature(dataset, column), "dtype", "")).startswith(("float", "double"))
 
 
 def _label_values(dataset: Dataset, column: str, labels: Sequence[Any], delimiter: str | None) -> list[Any]:
@@ -319,13 +327,13 @@ def check_labels(
         labels = set(_unique_labels(dataset, label_column, label_delimiter))
         unknown = [label for label in labels if found(label) is None]
         by_name = label_delimiter is not None and not has_lists(dataset, label_column)
-        if has_decimals(dataset, label_column) and (by_name or not ids.keys() >= labels):
+        if has_decimals(dataset, label_column) and (by_name or all(isinstance(label, str) for label in ids)):
             raise ValueError(
                 f"The column {label_column!r} of {where} holds decimal numbers, and the labels are {list(ids)}. "
                 "Names of classes, such as 1.10, must be text: write them in a .jsonl or .parquet file."
             )
         if unknown:
-            hint = " If its labels are hidden, remove their column." if where.startswith("the test set") else ""
+            hint = " If its labels are hidden, remove their column." if where.startswith("the test ") else ""
             raise ValueError(
                 f"The column {label_column!r} of {where} contains {sorted(unknown, key=str)}, not among the "
                 f"labels {list(ids)}.{hint}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
-from .files import check_files, lines_without_ends, load_files, rows_of_files
+from .files import check_files, lines_of_any_system, load_files, rows_of_files
 
 # Files of rows with lists, which are not in this format.
 _WITH_LISTS = (".json", ".jsonl", ".parquet")
@@ -16,12 +16,12 @@ _WITH_LISTS = (".json", ".jsonl", ".parquet")
 
 def _fields(line: str) -> list[str]:
     """Columns between tabs, or else between spaces: other white space, such as no-break spaces, is part of a word."""
-    return line.split("\t") if "\t" in line else re.split(" +", line.strip(" "))
+    return line.strip("\r\n").split("\t") if "\t" in line else re.split(" +", line.strip(" \r\n"))
 
 
 def _has_labels(path: str) -> bool:
     """Whether a line has another column than that of the word."""
-    return any(len(fields) > 1 for fields in map(_fields, lines_without_ends(path)) if fields[:1] != ["-DOCSTART-"])
+    return any(len(fields) > 1 for fields in map(_fields, lines_of_any_system(path)) if fields[:1] != ["-DOCSTART-"])
 
 
 def _sentences(
@@ -35,7 +35,7 @@ def _sentences(
         words: list[str] = []
         labels: list[str] = []
         width = 0
-        for number, line in enumerate(lines_without_ends(path), start=1):
+        for number, line in enumerate(lines_of_any_system(path), start=1):
             fields = _fields(line)
             if not "".join(fields).strip() or fields[0] == "-DOCSTART-":
                 if words:

@@ -82,9 +82,10 @@ def decoded_lines(path: str) -> Iterator[str]:
         raise ValueError(f"{path} is damaged after line {number}: {error}.") from error
 
 
-def lines_without_ends(path: str) -> Iterator[str]:
-    r"""As [`decoded_lines`], of a text in which lines may also end in \r\n, or in \r alone."""
-    return (part for line in decoded_lines(path) for part in line.rstrip("\r\n").split("\r"))
+def lines_of_any_system(path: str) -> Iterator[str]:
+    r"""As [`decoded_lines`]; in a file without any \n, lines end in \r, as in files of Excel for Mac."""
+    for number, line in enumerate(decoded_lines(path), start=1):
+        yield from re.split(r"(?<=\r)", line) if number == 1 and not line.endswith("\n") else [line]
 
 
 def _load(
@@ -180,16 +181,10 @@ def _stream_of_files(
     )
 
 
-def _lines_of_table(path: str) -> Iterator[str]:
-    r"""The lines of a .csv or .tsv file. Without any \n in it, they end in \r, as in files of Excel for Mac."""
-    for number, line in enumerate(decoded_lines(path), start=1):
-        yield from re.split(r"(?<=\r)", line) if number == 1 and not line.endswith("\n") else [line]
-
-
 def _records(path: str) -> Iterator[tuple[int, list[str]]]:
     """The rows of a .csv or .tsv file, each with the number of its last line; that of an empty line is empty."""
     csv.field_size_limit(LARGEST_FIELD)
-    reader = csv.reader(_lines_of_table(path), strict=True, **_TABLES[file_ending(path)])
+    reader = csv.reader(lines_of_any_system(path), strict=True, **_TABLES[file_ending(path)])
     try:
         for row in reader:
             yield reader.line_num, row
@@ -260,7 +255,9 @@ def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray | None:
 def _documents(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str]]:
     """The documents of .txt files: lines between lines that are empty, or have only spaces."""
     for path, *_ in files:
-        for blank, lines in groupby(lines_without_ends(path), key=lambda line: not line.strip()):
+        # Lines may also end in \r\n, or in \r alone.
+        every = (part for line in decoded_lines(path) for part in line.rstrip("\r\n").split("\r"))
+        for blank, lines in groupby(every, key=lambda line: not line.strip()):
             if not blank:
                 yield {"text": "\n".join(lines)}
 
@@ -344,9 +341,10 @@ def _items(path: str) -> Iterator[tuple[str, Any]]:
                         items += 1
                         yield f"{path}, line {number}" if by_line else f"{path}, item {items}", item
             except _Incomplete as incomplete:
-                # A list, or an object over several lines. Twice as many lines at each try: the work stays linear.
+                # A list, or an object over several lines. Each try has at least twice as many lines: the work stays
+                # linear. The number of the first ones is small beside a file, and large beside most objects.
                 text, number = incomplete.args
-                more = [line for _, line in islice(lines, 1 + text.count("\n"))]
+                more = [line for _, line in islice(lines, max(64, 1 + text.count("\n")))]
                 text, whole, by_line = text + "".join(more), not more, False
 
 
@@ -370,9 +368,12 @@ def _with_types(schema: pa.Schema, columns: dict[str, list[Any]]) -> pa.Schema:
     return pa.unify_schemas([schema, types], promote_options="permissive")
 
 
+_LEFT_OUT = "columns that are left out"
+
+
 def _json_schema(names: Sequence[str]) -> pa.Schema:
-    """The columns of .json or .jsonl files and the types that hold all their values. Of columns that hold objects,
-    those without such a type are left out; the metadata of the schema say why, by column.
+    """The columns of .json or .jsonl files and the types that hold all their values. A column that began with objects
+    and has no such type is left out; the schema's metadata say why, as a JSON object by column.
 
     Raises:
         ValueError: with the place and column of a value that has another type than those before.
@@ -393,11 +394,12 @@ def _json_schema(names: Sequence[str]) -> pa.Schema:
                         except pa.ArrowException as error:
                             why = f"{place}, column {name!r}: {error}"
                             index = schema.get_field_index(name)
-                            if not _has_objects(row[name]) and (index < 0 or not _is_nested(schema.field(index).type)):
+                            before = pa.null() if index < 0 else schema.field(index).type
+                            if not (_has_objects(row[name]) if before == pa.null() else _holds_structs(before)):
                                 raise ValueError(f"{why}.") from error
                             left_out[name] = why
                             schema = schema if index < 0 else schema.remove(index)
-    return schema.with_metadata(left_out)
+    return schema.with_metadata({_LEFT_OUT: json.dumps(left_out)})
 
 
 def _has_objects(value: Any) -> bool:
@@ -405,9 +407,9 @@ def _has_objects(value: Any) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_objects, value)))
 
 
-def _is_nested(dtype: pa.DataType) -> bool:
+def _holds_structs(dtype: pa.DataType) -> bool:
     """Whether values of this type are objects, or lists with them at any depth."""
-    return pa.types.is_struct(dtype) or (pa.types.is_list(dtype) and _is_nested(dtype.value_type))
+    return pa.types.is_struct(dtype) or (pa.types.is_list(dtype) and _holds_structs(dtype.value_type))
 
 
 def _schema_of_json(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, bytes]]:
@@ -420,7 +422,7 @@ def _rows_of_json(
 ) -> Iterator[dict[str, Any]]:
     """The rows of .json or .jsonl files; a field that a row does not have is missing.
 
-    others: other columns are not left out.
+    others: whether columns that are not in `columns` are kept, too.
     """
     for path, *_ in files:
         for _, row in _json_rows(path):
@@ -435,8 +437,12 @@ def _load_json(
         return _stream_of_files(_rows_of_json, None, names, columns=columns, others=True)
     found = rows_of_files(_schema_of_json, Features({"schema": Value("binary")}), names, flag, cache_dir)
     schema = pa.ipc.read_schema(pa.py_buffer(found[0]["schema"]))
-    for name, why in (schema.metadata or {}).items():
-        warnings.warn(f"The column {name.decode()!r} of {flag} is left out: {why.decode()}.", stacklevel=2)
+    left_out = json.loads(schema.metadata[_LEFT_OUT.encode()])
+    schema = schema.remove_metadata()
+    if left_out and not schema.names:
+        raise ValueError(f"{next(iter(left_out.values()))}.")
+    for name, why in left_out.items():
+        warnings.warn(f"The column {name!r} of {flag} is left out: {why}.", stacklevel=2)
     if not schema.names:
         raise _no_rows(names, flag)
     features = Features.from_arrow_schema(schema)

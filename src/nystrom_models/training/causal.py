@@ -80,7 +80,7 @@ def _config(args: CausalArguments, tokenizer: PreTrainedTokenizerBase) -> BaseCo
 
 
 def _rows(args: CausalArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
-    require_column(documents, args.text_column_name, f"the {what} set")
+    require_column(documents, args.text_column_name, f"the {what} set", flag="--text_column_name")
     return causal_dataset(
         documents,
         tokenizer,

@@ -63,6 +63,8 @@ class FinetuningArguments(RunArguments, DataArguments, ABC):
         "output_dir grid keep_best_only hub_model_id cache_dir dataset_name dataset_config_name validation_split"
         " train_file validation_file test_file mixed_precision".split()
     )
+    # Without a flag, rows have at most as many tokens; None for as many as the model takes.
+    usual_length: ClassVar[int | None] = None
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Folder or Hub name of the pretrained model."}
@@ -189,6 +191,8 @@ class FinetuningRun(ABC):
         self.set_classes(splits)
         longest, known = _longest(self.config, self.tokenizer)
         given = getattr(args, self.length_flag)
+        if given is None and args.usual_length is not None:
+            given = min(args.usual_length, longest or args.usual_length)
         length = row_length(f"--{self.length_flag}", given, longest, self.config, known, args.model_name_or_path)
         if isinstance(self.config, BaseConfig):
             self.tokenizer.model_max_length = longest or max(length, self.tokenizer.model_max_length)
@@ -199,7 +203,8 @@ class FinetuningRun(ABC):
             self.rows = {split: self.tokenized(split, dataset) for split, dataset in self.examples.items()}
         for split, rows in self.rows.items():
             if len(rows) == 0:
-                raise ValueError(f"No text of {self.where[split]} has a token of this tokenizer: leave it out.")
+                none = "has a token of this tokenizer" if len(self.examples[split]) else "is there"
+                raise ValueError(f"No text of {self.where[split]} {none}: leave it out.")
             for line in self.notes(split, rows):
                 accelerator.print(f"{self.where[split][0].upper()}{self.where[split][1:]}: {line}")
         self.model = self._model()

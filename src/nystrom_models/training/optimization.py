@@ -98,11 +98,12 @@ class OptimizationArguments:
             raise ValueError(f"--num_warmup_steps must be at least 0, but is {self.num_warmup_steps}.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"--warmup_ratio must lie between 0 and 1, but is {self.warmup_ratio}.")
-        for name in ("learning_rate", "max_grad_norm", "num_train_epochs", "adam_epsilon"):
+        for name in ("learning_rate", "max_grad_norm", "num_train_epochs"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be positive, but is {getattr(self, name)}.")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"--weight_decay must be at least 0, but is {self.weight_decay}.")
+        for name in ("weight_decay", "adam_epsilon"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name} must be at least 0, but is {getattr(self, name)}.")
         for name in ("learning_rate", "num_train_epochs", "adam_epsilon", "weight_decay"):
             if math.isinf(getattr(self, name)):
                 raise ValueError(f"--{name} must be finite, but is {getattr(self, name)}.")

@@ -178,7 +178,7 @@ def _check_padding(args: PretrainingArguments, config: BaseConfig) -> None:
 
 
 def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
-    require_column(documents, args.text_column_name, f"the {what} set")
+    require_column(documents, args.text_column_name, f"the {what} set", flag="--text_column_name")
     return pretraining_dataset(
         documents,
         tokenizer,

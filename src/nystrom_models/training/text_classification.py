@@ -23,6 +23,7 @@ from ..data.classification import (
     has_decimals,
     has_lists,
     require_column,
+    require_kind_of_labels,
     require_labels,
 )
 from ..data.loading import eval_dataloader
@@ -49,7 +50,7 @@ class TextColumnArguments:
         if len({*columns, self.label_column_name}) <= len(columns):
             raise ValueError(
                 f"The columns of --text_column_names, {', '.join(columns)}, and of --label_column_name, "
-                f"{self.label_column_name}, must all differ."
+                f"{self.label_column_name}, must all differ; if there are no labels, give the latter another name."
             )
         return TextTask(
             columns, self.label_column_name, regression=self.do_regression, metric=metric, best_metric=best
@@ -120,8 +121,13 @@ def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], li
     if task.label_names is not None:
         return _named(list(task.label_names))
     if has_decimals(train_set, task.label_column):
+        remedy = "--do_regression predicts them"
+        if task.multi_label:
+            remedy = (
+                "write the names or the numbers of a row's classes, such as [0, 2], not a 0.0 or 1.0 for each class"
+            )
         raise ValueError(
-            f"The column {task.label_column!r} of the train set holds decimal numbers: --do_regression predicts them. "
+            f"The column {task.label_column!r} of the train set holds decimal numbers: {remedy}. "
             "If they are names of classes, such as 1.10, write them as text in a .jsonl or .parquet file."
         )
     ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
@@ -241,10 +247,16 @@ class TextClassificationRun(FinetuningRun):
 
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """As `FinetuningRun.check_columns`."""
+        # The columns of a benchmark have no flags.
+        own = self.task == self.args.text_task()
         for column in self.task.text_columns:
-            require_column(dataset, column, self.where[split])
+            require_column(dataset, column, self.where[split], flag="--text_column_names" if own else None)
         if not split.startswith("test"):
+            flag = "--label_column_name" if own else None
+            require_column(dataset, self.task.label_column, self.where[split], values=False, flag=flag)
             require_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split])
+        elif self.task.label_column in dataset.column_names:  # hidden labels may be missing
+            require_kind_of_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split])
 
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""
