@@ -341,8 +341,8 @@ def _items(path: str) -> Iterator[tuple[str, Any]]:
                         items += 1
                         yield f"{path}, line {number}" if by_line else f"{path}, item {items}", item
             except _Incomplete as incomplete:
-                # A list, or an object over several lines. Each try has at least twice as many lines: the work stays
-                # linear. The number of the first ones is small beside a file, and large beside most objects.
+                # A list, or an object over several lines. Each try has at least twice as many lines as the one before:
+                # the work stays linear. Most objects have less than 64 lines.
                 text, number = incomplete.args
                 more = [line for _, line in islice(lines, max(64, 1 + text.count("\n")))]
                 text, whole, by_line = text + "".join(more), not more, False
