@@ -7,8 +7,9 @@ import shutil
 import pytest
 from datasets import Dataset, packaged_modules
 
-from nystrom_models.data import files
-from nystrom_models.data.files import decoded_lines, load_files
+from nystrom_models.data import json_files
+from nystrom_models.data.file_rows import decoded_lines
+from nystrom_models.data.files import load_files
 from tests.fasta import needs_fasta
 
 ROWS = [
@@ -83,8 +84,8 @@ def test_json_is_read_no_further_than_it_needs(tmp_path, monkeypatch):
             taken += 1
             yield line
 
-    monkeypatch.setattr(files, "decoded_lines", counted)
-    monkeypatch.setattr(files, "_PART", 4)
+    monkeypatch.setattr(json_files, "decoded_lines", counted)
+    monkeypatch.setattr(json_files, "PART", 4)
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(ROWS[0], indent=1) for _ in range(1000)))
     assert next(iter(load_files(path, streaming=True))) == ROWS[0]

@@ -61,12 +61,12 @@ def require_texts(dataset: Dataset, column: str, where: str) -> None:
         raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.{hint}")
 
 
-def require_labels(dataset: Dataset, column: str, several: bool, where: str) -> None:
+def require_labels(dataset: Dataset, column: str, several: bool, where: str, flag: str | None = None) -> None:
     """As [`require_column`] and [`require_kind_of_labels`]. If rows have several labels, no list lacks a value, and an
     empty field of a .csv or .tsv file, which is read as missing, is a row without labels."""
     if several and column in dataset.column_names and dataset.builder_name == "csv" and not has_lists(dataset, column):
         return
-    require_column(dataset, column, where)
+    require_column(dataset, column, where, flag=flag)
     require_kind_of_labels(dataset, column, several, where)
     if several and has_lists(dataset, column):
         require_full_lists(dataset, column, where)

@@ -8,7 +8,8 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
-from .files import check_files, lines_of_any_system, load_files, rows_of_files
+from .file_rows import check_files, lines_of_any_system, rows_of_files
+from .files import load_files
 
 # Files of rows with lists, which are not in this format.
 _WITH_LISTS = (".json", ".jsonl", ".parquet")

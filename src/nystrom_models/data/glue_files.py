@@ -10,7 +10,8 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from .files import FORMATS, decoded_lines, file_ending, load_files
+from .file_rows import decoded_lines
+from .files import FORMATS, file_ending, load_files
 from .glue import GLUE_TASKS
 
 # The names of a task's columns in GLUE's own files, where they differ from the names on the Hub.

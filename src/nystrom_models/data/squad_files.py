@@ -8,7 +8,8 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
-from .files import check_files, decoded_lines, file_ending, load_files, rows_of_files
+from .file_rows import check_files, decoded_lines, rows_of_files
+from .files import file_ending, load_files
 
 _FEATURES = Features(
     {

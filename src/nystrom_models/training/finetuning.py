@@ -191,9 +191,8 @@ class FinetuningRun(ABC):
         self.set_classes(splits)
         longest, known = _longest(self.config, self.tokenizer)
         given = getattr(args, self.length_flag)
-        if given is None and args.usual_length is not None:
-            given = min(args.usual_length, longest or args.usual_length)
-        length = row_length(f"--{self.length_flag}", given, longest, self.config, known, args.model_name_or_path)
+        flag, source = f"--{self.length_flag}", args.model_name_or_path
+        length = row_length(flag, given, longest, self.config, known, source, args.usual_length)
         if isinstance(self.config, BaseConfig):
             self.tokenizer.model_max_length = longest or max(length, self.tokenizer.model_max_length)
         lengths: dict[str, Any] = {self.length_flag: length}

@@ -219,8 +219,10 @@ def row_length(
     config: PretrainedConfig,
     default: int | None = None,
     pretrained: str | None = None,
+    usual: int | None = None,
 ) -> int:
-    """The number of tokens of the longest row: `value`; if None, `longest`, or `default` if that is None, too.
+    """The number of tokens of the longest row: `value`; if None, `usual`, but not more than `longest`; if that is
+    None, too, `longest`, or else `default`.
 
     longest: what the model takes; None for any number. pretrained: the name of the model whose weights are taken as
     they are.
@@ -228,6 +230,8 @@ def row_length(
     Raises:
         ValueError: if `value` is more than `longest`, or no length is known.
     """
+    if value is None and usual is not None:
+        value = min(usual, longest or usual)
     if value is None:
         value = default if longest is None else longest
     if value is None:

@@ -10,7 +10,8 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset
 
-from ..data.files import decoded_lines, file_ending, load_files
+from ..data.file_rows import decoded_lines
+from ..data.files import file_ending, load_files
 from ..data.pretraining import texts_of
 from .arguments import DataArguments
 from .language_modeling import LanguageModelingArguments

@@ -253,8 +253,7 @@ class TextClassificationRun(FinetuningRun):
             require_column(dataset, column, self.where[split], flag="--text_column_names" if own else None)
         if not split.startswith("test"):
             flag = "--label_column_name" if own else None
-            require_column(dataset, self.task.label_column, self.where[split], values=False, flag=flag)
-            require_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split])
+            require_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split], flag)
         elif self.task.label_column in dataset.column_names:  # hidden labels may be missing
             require_kind_of_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split])
 

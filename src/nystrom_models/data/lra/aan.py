@@ -7,7 +7,7 @@ from pathlib import Path
 
 from datasets import ClassLabel, Dataset, Features, Value
 
-from ..files import decoded_lines, rows_of_files
+from ..file_rows import decoded_lines, rows_of_files
 from .counts import require_counts
 
 FILES = {

@@ -9,7 +9,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
 from ..caching import with_code
-from ..files import rows_of_files
+from ..file_rows import rows_of_files
 from .counts import require_counts
 from .pictures import to_text
 
