@@ -18,7 +18,7 @@ from nystrom_models.training import (
     create_accelerator,
     create_scheduler,
 )
-from nystrom_models.training.distillation import TeacherArguments, divergence, with_teacher
+from nystrom_models.training.distillation import ScoresBesideTeacher, TeacherArguments, divergence, with_teacher
 from nystrom_models.training.objectives import Preparation
 from nystrom_models.training.teacher import Teacher
 from tests.training.teachers import EXACT, LENGTH, save_student, save_teacher
@@ -155,6 +155,34 @@ def test_losses_are_means_over_what_is_counted(bert, batch, tokenizer, tmp_path)
             assert float(losses["mse_loss"]) == pytest.approx(float(sum(errors) / 2), rel=1e-5)
             cosines = [F.cosine_similarity(a[seen], b[seen], dim=-1).mean() for a, b in pairs]
             assert float(losses["cos_loss"]) == pytest.approx(float(1 - sum(cosines) / 2), rel=1e-4)
+
+
+def test_a_teacher_is_scored_on_the_tokens_that_it_sees(bert, batch, tokenizer, tmp_path):
+    """Beside the model, whose scores stay what they are; against all logits of the windows."""
+    student = save_student(tmp_path, bert, "linformer", projected_dim=4, max_position_embeddings=64).eval()
+    teacher = Teacher(bert, tokenizer)
+    # The last token of the first window is replaced by [SEP] in what the teacher reads.
+    batch = {**batch, "labels": batch["labels"].clone()}
+    batch["labels"][batch["attention_mask"].sum(1).argmax(), LENGTH - 1] = 5
+    objective = ScoresBesideTeacher(teacher, create_accelerator(cpu=True))
+    with torch.no_grad():
+        scores = objective.scores(objective.forward(student, batch), batch)
+        own = PretrainingObjective().scores(student(**batch), batch)
+        windows = teacher.cutter.cut(batch)
+        logits = windows.take_back(teacher.model(**windows.inputs).logits)
+    assert scores.keys() == own.keys() | {"teacher_mlm_loss", "teacher_mlm_accuracy"}
+    for name, (sums, counts) in own.items():
+        assert torch.equal(scores[name][0], sums) and torch.equal(scores[name][1], counts), name
+    masked = (batch["labels"] != -100) & teacher.cutter.seen(batch["attention_mask"])
+    assert masked.sum() < (batch["labels"] != -100).sum()
+    labels = batch["labels"].where(masked, 0)
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    for name, values in (
+        ("teacher_mlm_loss", losses),
+        ("teacher_mlm_accuracy", (logits.argmax(-1) == labels).float()),
+    ):
+        torch.testing.assert_close(scores[name][0], (values * masked).sum(1), rtol=1e-5, atol=1e-5)
+        assert torch.equal(scores[name][1], masked.sum(1).float())
 
 
 def test_attention_is_matched_by_the_mean_squared_error(bert, batch, tokenizer, tmp_path):

@@ -16,7 +16,7 @@ from nystrom_models.conversion.weights import is_of_a_family
 from nystrom_models.training.identity import weights_digest
 from nystrom_models.training.lora import add_lora, merged_weights
 from tests.training import processes
-from tests.training.teachers import save_student, save_teacher, train_taught
+from tests.training.teachers import EXACT, save_student, save_teacher, train_taught
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import run_pretraining
@@ -36,12 +36,16 @@ def folder(tokenizer, texts, tmp_path_factory):
     return folder
 
 
-def run(folder, output, *options, teacher="bert", model="student"):
+def run_script(folder, output, *options, teacher="bert", model="student"):
     AcceleratorState._reset_state(reset_partial_state=True)
     paths = ["--train_file", f"{folder}/train.txt", "--cache_dir", f"{folder}/cache", "--output_dir", str(output)]
-    paths += ["--model_name_or_path", f"{folder}/{model}"]
+    paths += ["--model_name_or_path", str(Path(folder, model))]
     paths += ["--teacher_model_name_or_path", f"{folder}/{teacher}"] if teacher else []
-    results = run_pretraining.main([*paths, *OPTIONS, *options])
+    return run_pretraining.main([*paths, *OPTIONS, *options])
+
+
+def run(folder, output, *options, **names):
+    results = run_script(folder, output, *options, **names)
     history = [json.loads(line) for line in Path(output, "history.jsonl").read_text().splitlines()]
     for row in history:
         row.pop("tokens_per_second", None)
@@ -96,6 +100,24 @@ def test_a_run_goes_on_bit_for_bit(recovered, step, folder):
     assert repeated == history and again["validation"] == results["validation"]
     for name, weight in load_file(output / "model.safetensors").items():
         assert torch.equal(weight, weights[name]), name
+
+
+def test_a_teacher_is_scored_beside_the_model(folder, tmp_path):
+    """On the same masked tokens: a model that computes what the teacher does has the teacher's scores."""
+    save_student(tmp_path / "equal", folder / "bert", **EXACT)
+    short = ["--no_do_train", "--max_length", "30"]
+    scores = run_script(folder, tmp_path / "short", *short, model=tmp_path / "equal")["validation"]
+    assert scores["teacher_mlm_accuracy"] == scores["mlm_accuracy"] > 0
+    assert scores["teacher_mlm_loss"] == pytest.approx(scores["mlm_loss"], rel=1e-5)
+    written = json.loads((tmp_path / "short" / "all_results.json").read_text())
+    digest = weights_digest(str(folder / "bert"), AutoConfig.from_pretrained(folder / "bert"))
+    assert written["identity"]["teacher"] == digest
+
+    # Longer rows are read in windows. The model's scores are those without a teacher.
+    scores = run_script(folder, tmp_path / "beside", "--no_do_train")["validation"]
+    alone = run_script(folder, tmp_path / "alone", "--no_do_train", teacher=None)["validation"]
+    theirs = {name: scores.pop(name) for name in ("teacher_mlm_accuracy", "teacher_mlm_loss")}
+    assert scores == pytest.approx(alone, rel=1e-6) and 1 < theirs["teacher_mlm_loss"] != scores["mlm_loss"]
 
 
 def test_another_teacher_or_none_is_refused(recovered, folder, tokenizer):
@@ -157,7 +179,7 @@ def test_several_processes_train_the_same_model(lora_r, folder):
     ("options", "message"),
     [
         ("--attention_matching_steps 8", "first 8 steps match the teacher's attention, and the run has 8"),
-        ("--no_do_train", "--no_do_train does not train"),
+        ("--no_do_train --alpha_ce 1", "--no_do_train does not train: leave out --alpha_ce"),
         ("--lora_r 0", "--lora_r must be at least 1"),
         ("--lora_alpha 2", "also give --lora_r"),
         ("--lora_r 2 --optim muon", "--optim adamw"),

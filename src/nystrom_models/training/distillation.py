@@ -22,7 +22,7 @@ from ..conversion.sources import source_fields
 from ..conversion.weights import is_of_a_family
 from ..models.batch import make_batch
 from ..models.self_attention import SelfAttention
-from .objectives import Batch, Objective, Preparation
+from .objectives import Batch, Objective, Preparation, PretrainingObjective, classification_scores
 from .saving import bare_model
 from .sharding import SHARDED
 from .teacher import FLAG, Teacher, TeacherAttention, TeacherOutputs
@@ -48,7 +48,8 @@ class TeacherArguments:
         metadata={
             "help": "Teacher: the encoder that the model was converted from, such as a BERT or RoBERTa, or another "
             "encoder with the same vocabulary. It is not trained. It reads rows that are too long for it in windows, "
-            "each of which begins and ends with the special tokens of a row."
+            "each of which begins and ends with the special tokens of a row. With --no_do_train, its predictions of "
+            "the same masked tokens are scored beside the model's."
         },
     )
     attention_matching_steps: int | None = field(
@@ -99,10 +100,15 @@ class TeacherArguments:
         },
     )
 
+    def teaching_flags(self) -> list[str]:
+        """The names of the given flags that say how a teacher trains the model."""
+        names = (*_DEFAULTS, "attention_matching_learning_rate")
+        return [name for name in names if getattr(self, name) is not None]
+
     def __post_init__(self):
         rate = "attention_matching_learning_rate"
-        given = [name for name in (*_DEFAULTS, rate) if getattr(self, name) is not None]
         if self.teacher_model_name_or_path is None:
+            given = self.teaching_flags()
             if given:
                 raise ValueError(f"--{given[0]} needs a teacher: also give {FLAG}.")
             return
@@ -202,6 +208,39 @@ class DistillationObjective(Objective):
                 cosines = [F.cosine_similarity(own, their, dim=-1).mean() for own, their in pairs]
                 losses["cos_loss"] = 1 - torch.stack(cosines).mean()
         return losses
+
+
+class ScoresBesideTeacher(PretrainingObjective):
+    """The scores of MLM + SOP, and `teacher_mlm_loss` and `teacher_mlm_accuracy`: the teacher's scores for the same
+    masked tokens. The few tokens that are in none of its windows count only for the model, see [`Cutter`].
+
+    Args:
+        teacher: on the accelerator's device.
+        accelerator: of the run.
+    """
+
+    def __init__(self, teacher: Teacher, accelerator: Accelerator):
+        self.teacher, self.accelerator = teacher, accelerator
+
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+        """As `Objective.forward`: the model's outputs, and the teacher's logits (T, V) for the tokens that count."""
+        with self.accelerator.autocast():
+            theirs = self.teacher(batch, self._labels(batch) != -100)
+        assert theirs.logits is not None
+        return model(**batch), theirs.logits
+
+    def scores(
+        self, outputs: tuple[Any, Tensor], batch: Batch, with_loss: bool = True
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `Objective.scores`."""
+        own, logits = outputs
+        names = ("teacher_mlm_loss", "teacher_mlm_accuracy")
+        theirs = classification_scores(logits, self._labels(batch), *names, with_loss)
+        return {**super().scores(own, batch, with_loss), **theirs}
+
+    def _labels(self, batch: Batch) -> Tensor:
+        """(B, N), -100 also for tokens that are in no window of the teacher."""
+        return batch["labels"].masked_fill(~self.teacher.cutter.seen(batch["attention_mask"]), -100)
 
 
 def divergence(logits: Tensor, teacher_logits: Tensor, temperature: float, vocab_size: int) -> Tensor:

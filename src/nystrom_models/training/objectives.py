@@ -68,7 +68,7 @@ def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return sums, mask.flatten(1).sum(1).float()
 
 
-def _classification_scores(
+def classification_scores(
     logits: Tensor, labels: Tensor, loss: str, accuracy: str, with_loss: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Scores of logits (B, ..., C) against labels (B, ...) that are not -100; or of logits (T, C) for these labels."""
@@ -100,10 +100,8 @@ class PretrainingObjective(Objective):
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`."""
         return {
-            **_classification_scores(
-                outputs.prediction_logits, batch["labels"], "mlm_loss", "mlm_accuracy", with_loss
-            ),
-            **_classification_scores(
+            **classification_scores(outputs.prediction_logits, batch["labels"], "mlm_loss", "mlm_accuracy", with_loss),
+            **classification_scores(
                 outputs.sop_logits, batch["sentence_order_label"], "sop_loss", "sop_accuracy", with_loss
             ),
         }
@@ -123,7 +121,7 @@ class CausalObjective(Objective):
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`."""
-        return _classification_scores(outputs.logits[:, :-1], batch["labels"][:, 1:], "loss", "accuracy", with_loss)
+        return classification_scores(outputs.logits[:, :-1], batch["labels"][:, 1:], "loss", "accuracy", with_loss)
 
 
 class ClassificationObjective(Objective):
@@ -139,7 +137,7 @@ class ClassificationObjective(Objective):
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`."""
-        return _classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
+        return classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
 
 
 class QuestionAnsweringObjective(Objective):

@@ -28,7 +28,7 @@ from ..data.pretraining import MIN_ORDERED_SHARE, ordered_share, pretraining_dat
 from ..data.streams import pretraining_stream
 from ..data.unknown_text import unknown_characters
 from ..models.configuration_base import BaseConfig
-from .distillation import TeacherArguments, with_teacher
+from .distillation import ScoresBesideTeacher, TeacherArguments, with_teacher
 from .identity import data_digest, model_settings, weights_digest
 from .language_modeling import (
     Documents,
@@ -82,14 +82,15 @@ class PretrainingArguments(LoraArguments, TeacherArguments, LanguageModelingArgu
 
     def __post_init__(self):
         LanguageModelingArguments.__post_init__(self)
-        TeacherArguments.__post_init__(self)
+        if self.do_train:
+            TeacherArguments.__post_init__(self)
+        elif given := self.teaching_flags():
+            raise ValueError(f"--no_do_train does not train: leave out --{given[0]}.")
         LoraArguments.__post_init__(self)
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
             raise ValueError(f"--pad_to_multiple_of must be at least 1, but is {self.pad_to_multiple_of}.")
         if self.lora_r is not None and self.model_name_or_path is None:
             raise ValueError("--lora_r needs a trained model: give --model_name_or_path.")
-        if not self.do_train and self.teacher_model_name_or_path is not None:
-            raise ValueError("--no_do_train does not train: leave out --teacher_model_name_or_path.")
 
     def row_options(self) -> dict[str, Any]:
         """Arguments of [`pretraining_dataset`] and [`pretraining_stream`]."""
@@ -142,7 +143,8 @@ def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
 def _teacher(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> Teacher | None:
     if args.teacher_model_name_or_path is None:
         return None
-    return Teacher(args.teacher_model_name_or_path, tokenizer, with_logits=bool(args.alpha_ce))
+    with_logits = bool(args.alpha_ce) or not args.do_train
+    return Teacher(args.teacher_model_name_or_path, tokenizer, with_logits)
 
 
 def _taught_by(args: PretrainingArguments) -> str:
@@ -202,9 +204,11 @@ def _check_order(args: PretrainingArguments, share: float) -> str:
     return f"{share:.0%} of the training rows consist of two whole sentences or more, and so have an order"
 
 
-def held_out_scores(accelerator: Accelerator, model: nn.Module, dataloader: DataLoader) -> dict[str, float]:
-    """MLM loss, accuracy and perplexity, and SOP loss and accuracy, over a whole data set."""
-    scores = evaluate(accelerator, model, PretrainingObjective(), dataloader)
+def held_out_scores(
+    accelerator: Accelerator, model: nn.Module, dataloader: DataLoader, objective: Objective | None = None
+) -> dict[str, float]:
+    """MLM loss, accuracy and perplexity, and SOP loss and accuracy, over a whole data set; others by the objective."""
+    scores = evaluate(accelerator, model, objective or PretrainingObjective(), dataloader)
     return {**scores, "perplexity": math.exp(min(scores["mlm_loss"], 700.0))}
 
 
@@ -283,7 +287,7 @@ def pretrain(
 
     `--output_dir` gets model and tokenizer, `all_results.json`, `history.jsonl`, the training curve, a model card, and
     the requested checkpoints. A run that a signal ended leaves only its checkpoint, from which it can be resumed. With
-    `--no_do_train`, the model is only evaluated.
+    `--no_do_train`, the model is only evaluated, and a teacher beside it.
 
     Args:
         args: model, data, seed and output.
@@ -308,9 +312,6 @@ def pretrain(
         tokenizer.model_max_length = config.max_position_embeddings or args.max_length
         held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
-        def scores(model: nn.Module) -> dict[str, float]:
-            return held_out_scores(accelerator, model, held_out)
-
         model = _model(args, config)
         prepare_model(model, args)
         accelerator.print(f"{type(model).__name__} of {model.num_parameters():,} parameters")
@@ -320,8 +321,14 @@ def pretrain(
             # weights.
             source_config = AutoConfig.from_pretrained(args.model_name_or_path)
             identity["model"] = weights_digest(args.model_name_or_path, source_config)
+        teacher = _teacher(args, tokenizer)
+        if teacher is not None:
+            identity["teacher"] = teacher.digest
+            _describe_teacher(accelerator, teacher, args)
         if not args.do_train:
-            results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
+            both = None if teacher is None else ScoresBesideTeacher(teacher.to(accelerator.device), accelerator)
+            found = held_out_scores(accelerator, accelerator.prepare(model), held_out, both)
+            results: dict[str, dict[str, Any]] = {"validation": found}
             finish_run(accelerator, None, results, (args, optimization), identity, {})
             return results
 
@@ -331,11 +338,9 @@ def pretrain(
             _train_lora_alone(accelerator, model, args, optimization)
             # Checkpoints hold only the trained parameters. The others are read again on resuming.
             settings["the initial weights"] = identity["model"]
-        teacher = _teacher(args, tokenizer)
         if teacher is not None:
             objective = with_teacher(objective, teacher, model, accelerator, args)
-            settings["the teacher's weights"] = identity["teacher"] = teacher.digest
-            _describe_teacher(accelerator, teacher, args)
+            settings["the teacher's weights"] = teacher.digest
         save_model = _save(accelerator, tokenizer, config.sparse_prediction)
         # Only the logits of masked tokens are computed. How many there are depends on the data, so a compiled model,
         # whose shapes are fixed by its inputs, computes all.
@@ -347,6 +352,10 @@ def pretrain(
         card = data_card(args, documents, how, f", of whose tokens {EVAL_MLM_PROBABILITY:.0%} are masked")
         card["data"] += _taught_by(args)
         card["example"] = _masked_example(tokenizer)
+
+        def scores(model: nn.Module) -> dict[str, float]:
+            return held_out_scores(accelerator, model, held_out)
+
         return train_and_score(
             accelerator,
             model,

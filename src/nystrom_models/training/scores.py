@@ -76,7 +76,7 @@ def evaluate(
     sums = Sums(accelerator)
     for batch in _batches(accelerator, dataloader, desc):
         # This drops the rows that only fill the last batch of the processes.
-        sums.add(accelerator.gather_for_metrics(objective.scores(model(**batch), batch)))
+        sums.add(accelerator.gather_for_metrics(objective.scores(objective.forward(model, batch), batch)))
     model.train(was_training)
     return sums.means(reduce=False)
 

@@ -88,7 +88,7 @@ class Teacher:
             raise ValueError(
                 f"{FLAG} {name} has no trained head that predicts tokens: the checkpoint lacks "
                 f"{', '.join(sorted(info['missing_keys'])[:3])}. Give one saved from a ForMaskedLM or ForPreTraining "
-                "class, or leave out its logits: --alpha_ce 0."
+                "class or, in a training, leave out its logits: --alpha_ce 0."
             )
         if isinstance(model, BasePreTrainedModel):
             # Otherwise hidden states would be packed, without padding.
