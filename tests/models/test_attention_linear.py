@@ -242,6 +242,16 @@ def test_feature_maps():
         assert torch.allclose(mapped[:, head], formulas.softmax(torch.cat([product, -product], dim=-1)), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_of_negative_numbers_keep_their_digits(dtype):
+    """elu(x) + 1 would be (exp(x) - 1) + 1, which for these numbers is mostly 0 in half precision."""
+    query, key, value = (torch.randn(2, HEADS, 100, DIM).to(dtype) for _ in range(3))
+    query, key = query - 8, key - 8
+    expected = linear_attention(elu_features(query.double()), elu_features(key.double()), value.double())
+    actual = linear_attention(elu_features(query), elu_features(key), value)
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_one_graph_for_every_length():

@@ -39,11 +39,12 @@ CHUNK_TOKENS = 64
 
 
 def elu_features(states: Tensor) -> Tensor:
-    """φ(x) = elu(x) + 1 (eq. 7), positive. (..., D) -> (..., D)."""
-    if is_tracing(states):
-        # The same function. Graphs record wrong strides for the gradient of elu (PyTorch 2.13).
-        return F.relu(states) + states.clamp_max(0).exp()
-    return F.elu(states) + 1
+    """φ(x) = elu(x) + 1 (eq. 7), positive. (..., D) -> (..., D).
+
+    It is computed as max(x, 0) + exp(min(x, 0)): for negative x, elu(x) + 1 = (exp(x) - 1) + 1 would keep few digits
+    of exp(x), in bfloat16 none below -6. Besides, graphs record wrong strides for the gradient of elu (PyTorch 2.13).
+    """
+    return F.relu(states) + states.clamp_max(0).exp()
 
 
 def relu_features(states: Tensor) -> Tensor:
