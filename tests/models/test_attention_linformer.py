@@ -8,6 +8,8 @@ from nystrom_models.models.attention_linformer import (
     linformer_attention,
     linformer_attention_map,
     linformer_attention_reference,
+    project,
+    projection_matrix,
 )
 from nystrom_models.models.depthwise_convolution import depthwise_convolution
 from tests.models import formulas
@@ -95,6 +97,22 @@ def test_fast_path_is_the_reference(kind, same, masked, dtype):
         results.append([(out * valid[:, None, :, None]).detach(), *gradients])
     for index, (fast, reference) in enumerate(zip(*results, strict=True)):
         assert relative_error(fast, reference) < ATTENTION_TOLERANCE[dtype], index
+
+
+@pytest.mark.parametrize("dtype, mean", [(torch.bfloat16, 1.0), (torch.float16, 300.0)])
+def test_means_of_large_slots_in_half_precision(dtype, mean):
+    """bfloat16 rounds the number of tokens, 257, to 256; the sum of these numbers is infinite in float16."""
+    states = (mean * (1 + 0.1 * torch.randn(1, 2, 4 * 257, 8))).to(dtype)
+    expected = states.double().unflatten(2, (4, 257)).mean(dim=3)
+    means = project(states, None, "mean_pool", 257, None)
+    assert means.dtype == dtype
+    rounding = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(means.double(), expected, rtol=1.1 * rounding, atol=0.0)
+    matrix = projection_matrix(states, None, "mean_pool", 257, None)
+    assert matrix.dtype == dtype
+    torch.testing.assert_close(
+        matrix.amax(dim=-1).double(), torch.full((1, 1, 4), 1 / 257).double(), rtol=1.1 * rounding, atol=0.0
+    )
 
 
 @given(st.data())

@@ -98,7 +98,9 @@ def project(
     if states.dim() == 4:
         count = count[:, None]
     if projection_type == "mean_pool":
-        return slots.sum(dim=-2) / count[..., None].clamp_min(1).to(states.dtype)
+        # A sum may leave the range of float16, and a number of tokens needs more digits than bfloat16 has.
+        precise = torch.promote_types(states.dtype, torch.float32)
+        return (slots.sum(dim=-2, dtype=precise) / count[..., None].clamp_min(1)).to(states.dtype)
     inside = torch.arange(kernel_size, device=states.device) < count[..., None]
     largest = slots.masked_fill(~inside[..., None], torch.finfo(states.dtype).min).amax(dim=-2)
     return largest.masked_fill((count == 0)[..., None], 0)
@@ -158,7 +160,8 @@ def projection_matrix(
     slot = torch.arange(count.shape[1], device=states.device)[:, None]
     inside = (place // kernel_size == slot) & (place < slot * kernel_size + count[..., None])  # (1 or B, K', N)
     if projection_type == "mean_pool":
-        return (inside.to(states.dtype) / count[..., None].clamp_min(1))[:, None]
+        precise = torch.promote_types(states.dtype, torch.float32)
+        return (inside.to(precise) / count[..., None].clamp_min(1)).to(states.dtype)[:, None]
     if projection_type == "conv":
         taps = projection[..., place % kernel_size]  # (N,) or (H, N)
         taps = taps[:, None] if taps.dim() == 2 else taps
