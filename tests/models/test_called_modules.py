@@ -54,6 +54,19 @@ def test_adapters_on_the_convolution_do_not_see_padding(option):
     assert relative_error(states[1:2, 11:], alone) < TOLERANCE[torch.float32]
 
 
+def test_adapters_on_the_convolution_of_one_head():
+    from peft import LoraConfig, get_peft_model
+
+    model = make_model("nystromformer-landmarks", num_attention_heads=1)
+    lora = LoraConfig(r=2, target_modules=["conv"], init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), lora).eval()
+    inputs = padded_inputs()
+    states = adapted(**inputs).last_hidden_state
+    assert not torch.allclose(states, model(**inputs).last_hidden_state, atol=1e-3)
+    merged = adapted.merge_and_unload()
+    assert relative_error(merged(**inputs).last_hidden_state, states) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("option", OPTIONS)
 @torch.no_grad()

@@ -41,7 +41,9 @@ class DepthwiseConvolution(nn.Conv2d):
         """
         if fused is not None:
             return fused(self.weight)
-        return depthwise_convolution(value, self.weight) if self.groups == self.in_channels else super().forward(value)
+        # An adapter's layer may have other numbers of channels.
+        one_by_one = self.groups == self.in_channels == self.out_channels
+        return depthwise_convolution(value, self.weight) if one_by_one else super().forward(value)
 
 
 def depthwise_convolution(value: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
