@@ -424,6 +424,12 @@ def test_export_with_dynamic_batch_and_length(option):
 
 
 @torch.no_grad()
+def test_export_with_a_chunked_feed_forward():
+    model = make_model("linear-elu", "ForMaskedLM", num_hidden_layers=1, chunk_size_feed_forward=7)
+    check_every_size(export(model).module(), model)
+
+
+@torch.no_grad()
 def test_export_of_a_causal_model_over_many_chunks():
     model = make_model("linear-causal", "ForCausalLM", num_hidden_layers=1, max_position_embeddings=512)
     model.config.use_cache = False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.import_utils import is_tracing
 
 from .batch import Batch
 from .configuration_base import BaseConfig
@@ -85,7 +86,8 @@ class TransformerLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, batch: Batch) -> Tensor:
         hidden_states = self.attention(hidden_states, batch)
-        if self.chunk_size_feed_forward:
+        # In a graph, the number of chunks would be fixed, and the length with it.
+        if self.chunk_size_feed_forward and not is_tracing(hidden_states):
             # A chunk has as many tokens as this many columns of the batch; the last chunk may have fewer.
             size = self.chunk_size_feed_forward * (1 if batch.places is None else batch.rows[0])
             return torch.cat([self.feed_forward(chunk) for chunk in hidden_states.split(size, dim=1)], dim=1)
