@@ -4,7 +4,7 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
 
 import nystrom_models
@@ -83,6 +83,20 @@ def test_a_published_configuration_is_linear_here_and_exact_on_request(tmp_path)
     assert relative_error(exact(ids).logits, theirs(ids).logits) < 1e-5
     nystrom = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     assert not torch.allclose(nystrom(ids).logits, exact(ids).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_hidden_layers": 3}], ids=str)
+def test_constants_in_old_checkpoints_are_ignored(fields, tmp_path):
+    """Transformers saved the positions with the weights until version 4.30."""
+    model = built_in("ForMaskedLM")
+    constants = {
+        "nystromformer.embeddings.position_ids": torch.arange(2, 66)[None],
+        "nystromformer.embeddings.token_type_ids": torch.zeros(1, 64, dtype=torch.long),
+    }
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() | constants)
+    for auto_class in (AutoModel, AutoModelForMaskedLM):
+        _, report = auto_class.from_pretrained(tmp_path, output_loading_info=True, **fields)
+        assert not [name for name in report["unexpected_keys"] if name.endswith("_ids")]
 
 
 def test_every_auto_class_of_the_built_in_gives_ours():

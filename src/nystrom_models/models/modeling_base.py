@@ -79,6 +79,8 @@ class BasePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Embeddings", "TransformerLayer"]
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _input_embed_layer = "word_embeddings"
+    # Checkpoints of older versions of Transformers hold these constants.
+    _keys_to_ignore_on_load_unexpected = [r"embeddings\.(position_ids|token_type_ids)$"]
 
     # Set by each family: the classes of its parts, and the name of the attention kernels made for it, if any.
     self_attention_class: ClassVar[type[SelfAttention]]

@@ -99,7 +99,10 @@ class BaseWithLMHead(BasePreTrainedModel):
 
     cls: PretrainingHeads
     # Without tied weights, this key in a checkpoint is a second bias that nothing uses.
-    _keys_to_ignore_on_load_unexpected = [r"cls\.predictions\.bias"]
+    _keys_to_ignore_on_load_unexpected = [
+        *BasePreTrainedModel._keys_to_ignore_on_load_unexpected,
+        r"cls\.predictions\.bias",
+    ]
     tied_weights = {"cls.predictions.decoder.weight": None, "cls.predictions.decoder.bias": "cls.predictions.bias"}
 
     @torch.no_grad()
