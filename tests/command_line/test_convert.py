@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -19,8 +21,10 @@ from transformers import (
     pipeline,
 )
 
+from nystrom_models.command_line import convert as command
 from nystrom_models.command_line.convert import TABLES, read_texts
 from nystrom_models.command_line.main import main
+from nystrom_models.conversion.reading import read_config
 from nystrom_models.conversion.report import REPORT_NAME
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.files import FORMATS
@@ -143,6 +147,74 @@ def test_a_sample_is_any_file_of_documents(source, tmp_path):
         assert all(torch.equal(found[weight], expected[weight]) for weight in expected), name
 
 
+def test_paragraphs_are_separated_by_empty_lines(tmp_path):
+    (tmp_path / "text.txt").write_text("One\nline.\n\n\n\n  \n\nTwo.\n", encoding="utf-8")
+    assert read_texts(str(tmp_path / "text.txt")) == ["One\nline.", "Two.\n"]
+    (tmp_path / "ROWS.JSONL").write_text('{"text": "One"}\n{"text": "Two"}\n')
+    assert list(read_texts(str(tmp_path / "ROWS.JSONL"))) == ["One", "Two"]
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "fields"),
+    [
+        ("nystromformer", "--conv_kernel_size 5 --num_landmarks 8", {"conv_kernel_size": 5, "num_landmarks": 8}),
+        (
+            "nystromformer",
+            "--conv_kernel_size none --num_landmarks NONE",
+            {"conv_kernel_size": None, "num_landmarks": None},
+        ),
+        (
+            "linformer",
+            "--share_projection none --projected_dim [[8,4,2,1],[3,3,3,3]]",
+            {"share_projection": "none", "projected_dim": [[8, 4, 2, 1], [3, 3, 3, 3]]},
+        ),
+        ("linear_transformer", "--feature_map none", {"feature_map": None}),
+        (
+            "linear_transformer",
+            "--feature_map relu --conv_kernel_size 3",
+            {"feature_map": "relu", "conv_kernel_size": 3},
+        ),
+    ],
+    ids=["kernel", "no kernel", "by head", "softmax", "feature map"],
+)
+def test_flags_are_fields_of_the_configuration(family, flags, fields, source, tmp_path):
+    assert main(["convert", str(source), str(tmp_path / "out"), "--family", family, *flags.split()]) == 0
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert {name: getattr(config, name) for name in fields} == fields and config.model_type == family
+
+
+def test_flags_reach_the_conversion(source, tmp_path, monkeypatch, capsys):
+    calls, revisions = [], []
+
+    def convert(*arguments, **options):
+        calls.append((arguments, options))
+        return None, "the report"
+
+    def read(name, **files):
+        revisions.append(files)
+        return read_config(name)
+
+    monkeypatch.setattr(command, "convert_checkpoint", convert)
+    monkeypatch.setattr(command, "read_config", read)
+    flags = "--family linear_transformer --head ForMaskedLM --positions interpolate --matching_steps 7 --revision v2"
+    file = ["--sample_file", str(source / "text.txt")]
+    logger = logging.getLogger("nystrom_models.conversion")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    assert main(["convert", str(source), str(tmp_path / "out"), *flags.split(), *file]) == 0
+    [(arguments, options)] = calls
+    assert arguments[:2] == (str(source), str(tmp_path / "out")) and options.pop("matching").steps == 7
+    assert len(options.pop("sample")) == 12
+    assert options == {
+        "head": "ForMaskedLM",
+        "positions": "interpolate",
+        "revision": "v2",
+        "return_report": True,
+        "save_report": True,
+    }
+    assert revisions == [{"revision": "v2"}] and capsys.readouterr().out == "the report\n"
+    assert logger.level == logging.INFO  # for warnings of later conversions in the same program
+
+
 @needs_fasta
 def test_a_sample_of_sequences(tmp_path):
     (tmp_path / "genome.fna.gz").write_bytes(gzip.compress(b">chr1 first\nACGT\nAC\n>chr2\nTT\n"))
@@ -173,12 +245,16 @@ def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
     (tmp_path / "full" / "file").touch()
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text")[:-3])
+    flipped = bytearray(gzip.compress(b"text " * 99))
+    flipped[10:14] = b"\xff" * 4
+    (tmp_path / "flipped.txt.gz").write_bytes(flipped)
     (tmp_path / "ids.jsonl").write_text('{"ids": 1}')
     wrong = [
         ([source, tmp_path / "full"], "not an empty folder"),
         ([source, source], "not an empty folder"),
         ([source, tmp_path / "out", "--sample_file", tmp_path / "latin.txt"], "not UTF-8"),
         ([source, tmp_path / "out", "--sample_file", tmp_path / "cut.txt.gz"], "cut.txt.gz is damaged"),
+        ([source, tmp_path / "out", "--sample_file", tmp_path / "flipped.txt.gz"], "flipped.txt.gz is damaged"),
         (
             [source, tmp_path / "out", "--sample_file", tmp_path / "ids.jsonl"],
             "has no column 'text'; its columns are ['ids']",

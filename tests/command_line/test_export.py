@@ -2,14 +2,18 @@
 """`nystrom-models export` from a checkpoint to a folder that ONNX Runtime reads."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import onnxruntime
+import onnxruntime.quantization
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertTokenizer
+import transformers
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertTokenizer
 
 from nystrom_models.command_line.main import main
 from nystrom_models.data import train_tokenizer
@@ -64,6 +68,70 @@ def test_the_file_is_verified_and_has_the_inputs_of_the_tokenizer(given, folder,
     deployment.export_folder(model, tokenizer, tmp_path, opset_version=19, input_names=given)
     names = deployment.model_inputs(tokenizer) if given is None else given
     assert calls == [{"input_names": names, "opset_version": 19, "verify": True}]
+
+
+def test_flags_reach_the_export(folder, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def export(model, tokenizer, output_dir, **options):
+        calls.append((type(model).__name__, len(tokenizer), output_dir, options))
+        return {"onnx": tmp_path / "model.onnx"}
+
+    monkeypatch.setattr(deployment, "export_folder", export)
+    train_tokenizer([TEXT], vocab_size=40, model_max_length=64, show_progress=False).save_pretrained(
+        tmp_path / "other"
+    )
+    (tmp_path / "model.onnx").write_bytes(b"x" * 250_000)  # of an earlier export
+    flags = ["--opset_version", "19", "--quantize", "--task", "feature-extraction", "--overwrite_output_dir"]
+    arguments = ["export", str(folder / "model"), str(tmp_path), *flags, "--tokenizer_name", str(tmp_path / "other")]
+    assert main(arguments) == 0
+    size = len(AutoTokenizer.from_pretrained(tmp_path / "other"))
+    assert calls == [("LinformerModel", size, str(tmp_path), {"opset_version": 19, "quantize": True})]
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'model.onnx'}: 0.2 MB"
+
+
+@pytest.mark.parametrize("error", [None, MemoryError])
+def test_warnings_are_on_again_after_the_quantization(error, folder, tmp_path, monkeypatch):
+    calls = []
+
+    def quantize(path, target, **options):
+        calls.append((path, target, options, logging.root.manager.disable))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)
+    monkeypatch.setattr(onnxruntime.quantization, "quantize_dynamic", quantize)
+    model, tokenizer = load_for_export(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+    with nullcontext() if error is None else pytest.raises(error):
+        deployment.export_folder(model, tokenizer, tmp_path, quantize=True)
+    # As in the README.
+    options = {"per_channel": True, "reduce_range": True}
+    files = tmp_path / "model.onnx", tmp_path / "model_quantized.onnx"
+    assert calls == [(*files, options, logging.WARNING)]
+    assert logging.root.manager.disable == logging.NOTSET
+
+
+def test_each_task_has_the_head_that_it_is_named_for(folder):
+    config = AutoConfig.from_pretrained(folder / "model")
+    found = {
+        task: type(getattr(transformers, name).from_config(config)).__name__ for task, name in deployment.TASKS.items()
+    }
+    assert found == {
+        "feature-extraction": "LinformerModel",
+        "fill-mask": "LinformerForMaskedLM",
+        "text-classification": "LinformerForSequenceClassification",
+        "token-classification": "LinformerForTokenClassification",
+        "question-answering": "LinformerForQuestionAnswering",
+    }
+
+
+def test_a_class_of_another_package_is_named(folder, tmp_path):
+    checkpoint = shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["MyModel"]}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="was saved as MyModel, which is not a class of this package"):
+        load_for_export(checkpoint)
+    assert type(load_for_export(checkpoint, "fill-mask")).__name__ == "LinformerForMaskedLM"
 
 
 def test_configuration_and_tokenizer_are_those_of_the_exported_model(folder, tmp_path, monkeypatch):

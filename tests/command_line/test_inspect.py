@@ -6,8 +6,14 @@ import shutil
 import struct
 
 import pytest
-from transformers import CLIPConfig, CLIPModel
+from transformers import AutoModelForMaskedLM, BartConfig, BartModel, CLIPConfig, CLIPModel
+from transformers.utils import logging
 
+from nystrom_models.analysis import inspect_attention
+from nystrom_models.analysis.masked_accuracy import masked_accuracy
+from nystrom_models.analysis.report import attended
+from nystrom_models.analysis.texts import token_rows
+from nystrom_models.command_line.inspect import summary
 from nystrom_models.command_line.main import main
 from nystrom_models.data import train_tokenizer
 from tests.analysis.models import make_model
@@ -82,6 +88,83 @@ def test_masked_tokens_are_counted_with_fewer_and_fewer_landmarks(folder, capsys
     assert "--mlm_accuracy measures attention with landmarks" in capsys.readouterr().err
 
 
+def test_what_the_flags_say_is_measured(folder, tmp_path):
+    """The figures are those of the functions in Python with the same arguments, none of them a default."""
+    tokenizer = train_tokenizer([TEXT] * 4, vocab_size=40, model_max_length=64, show_progress=False)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    texts = [TEXT[start:] for start in (7, 30, 90)]
+    rows = [{"text": TEXT, "body": text} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = "--text_column_name body --num_landmarks 2 4 --pinv_iterations 3 --lengths 30 --max_samples 2 --max_rows 8"
+    flags += " --error 0.7 --layers 1 --token -3 --seed 5 --mlm_accuracy"
+    files = ["--text_file", tmp_path / "rows.jsonl", "--tokenizer_name", tmp_path / "tokenizer"]
+    arguments = ["inspect", folder / "Bert", *files, "--output_dir", tmp_path / "out", *flags.split()]
+    assert main(list(map(str, arguments))) == 0
+    found = json.loads((tmp_path / "out" / "inspection.json").read_text(encoding="utf-8"))
+
+    model = AutoModelForMaskedLM.from_pretrained(folder / "Bert").eval()
+    # Singular values are those of shorter rows, because the others have more than 8 tokens.
+    short, calls = (token_rows(texts, tokenizer, length, 2) for length in (8, 30))
+    options = {"num_landmarks": [2, 4], "pinv_iterations": [3], "max_rows": 8, "layers": [1], "token": -3, "seed": 5}
+    wanted = inspect_attention(model.base_model, [*short, *calls], **options)
+    numbers = {"mask_token_id": tokenizer.mask_token_id, "special_ids": tokenizer.all_special_ids}
+    wanted.mlm = masked_accuracy(model, calls, [None, 2, 4], **numbers, pinv_iterations=3, seed=5)
+    expected = wanted.to_dict(0.7)
+    assert {name: found[name] for name in expected} == json.loads(json.dumps(expected))
+    ids = calls[0]["input_ids"][0]
+    assert found["token"] == attended(wanted, -3, ids, tokenizer.convert_ids_to_tokens)
+    assert found["settings"] == {"texts": 2, "max_rows": 8, "seed": 5, "device": found["settings"]["device"]}
+
+
+def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_512(folder, tmp_path, capsys):
+    for most, length in ((64, 64), (600, 512)):
+        tokenizer = train_tokenizer([TEXT] * 4, vocab_size=99, model_max_length=600, show_progress=False)
+        fields = {"vocab_size": len(tokenizer), "max_position_embeddings": most, "num_hidden_layers": 1}
+        make_model("Bert", **fields).save_pretrained(tmp_path / str(most))
+        tokenizer.save_pretrained(tmp_path / str(most))
+        (tmp_path / "text.txt").write_text(TEXT * 3, encoding="utf-8")
+        files = ["--text_file", tmp_path / "text.txt", "--output_dir", tmp_path / "out", "--num_landmarks", 4]
+        assert main(list(map(str, ["inspect", tmp_path / str(most), *files]))) == 0
+        assert capsys.readouterr().out.startswith(f"length {length}, method nystrom")
+
+
+def test_of_a_model_with_a_decoder_the_encoder_is_measured(folder, tmp_path):
+    small = {"d_model": 16, "vocab_size": 99, "max_position_embeddings": 64}
+    for side in ("encoder", "decoder"):
+        small |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 16}
+    BartModel(BartConfig(**small)).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "Bert" / name, tmp_path)
+    flags = ["--text_file", str(folder / "text.txt"), "--output_dir", str(tmp_path / "out"), "--lengths", "20"]
+    before = logging.get_verbosity()
+    assert main(["inspect", str(tmp_path), *flags]) == 0
+    found = json.loads((tmp_path / "out" / "inspection.json").read_text(encoding="utf-8"))
+    assert [layer["name"] for layer in found["layers"]] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert not found["skipped_layers"] and logging.get_verbosity() == before
+
+
+def test_the_summary_has_the_errors_of_the_main_setting():
+    rows = [
+        {
+            "length": 48,
+            "method": "nystrom",
+            "num_landmarks": number,
+            "layer": 3,
+            "output_error": error,
+            "map_error": 0.5,
+        }
+        for number, error in ((4, 0.25), (8, 0.125))
+    ]
+    needed = {"num_landmarks": {"length": 1048, "by_layer": [8]}, "projected_dim": {"length": None, "by_layer": []}}
+    main_setting = {"length": 48, "method": "nystrom", "num_landmarks": 8}
+    found = {"main_setting": main_setting, "errors": rows, "mlm": None, "mlm_by_layer": None}
+    assert summary(found | {"needed": needed | {"error": 0.2}})[2:] == [
+        "    3        0.1250     0.5000",
+        "An error of 0.2 needs",
+        "  num_landmarks=[8], at 1,048 tokens",
+    ]
+
+
 def test_a_checkpoint_without_the_weights_is_refused(folder, tmp_path, capsys):
     make_model("Bert", vocab_size=99).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").symlink_to(folder / "Bert" / "tokenizer.json")
@@ -120,6 +203,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(folder, tmp_path, capsys):
         (["--error", "2"], "--error must lie between 0 and 1"),
         (["--max_rows", "1"], "--max_rows must be at least 2"),
         (["--layers", "7"], "layers names [7]"),
+        (["--layers", "1", "-1"], "--layers are counted from 0, but -1 is given"),
         (["--mlm_accuracy_by_layer", "4"], "--mlm_accuracy_by_layer needs --mlm_accuracy"),
         (["--mlm_accuracy", "--mlm_accuracy_by_layer", "0"], "--mlm_accuracy_by_layer is a number of landmarks"),
         (["--token", "64"], "--token 64 is not in a row of 64 tokens"),

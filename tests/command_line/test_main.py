@@ -3,6 +3,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from importlib.metadata import distribution
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from nystrom_models import __version__
+from nystrom_models.command_line import env
 from nystrom_models.command_line import main as command
 from tests.packaging.floors import ROOT
 
@@ -57,6 +60,51 @@ def test_an_error_of_the_user_is_one_line_and_a_fault_of_the_program_is_not(monk
     error = KeyError("a fault")
     with pytest.raises(KeyError):
         command.main(["env"])
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError(), StrictDataclassError("Wrong\nfield.")], ids=["empty", "several lines"]
+)
+def test_an_error_is_never_shown_as_an_empty_line(error, monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(command.COMMANDS["env"], "run", fail)
+    assert command.main(["env"]) == 1
+    shown = "Wrong field." if str(error) else "ValueError()"
+    assert capsys.readouterr().err == f"nystrom-models env: {shown}\n"
+
+
+def test_ctrl_c_ends_without_a_traceback_unless_it_is_asked_for(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.COMMANDS["env"], "run", interrupt)
+    assert command.main(["env"]) == 130  # as shells report a program that Ctrl-C ended
+    assert capsys.readouterr().err == ""
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["env", "--traceback"])
+
+
+def test_results_name_the_command_as_a_shell_reads_it(monkeypatch):
+    found = []
+    monkeypatch.setattr(command.COMMANDS["export"], "run", lambda arguments: found.append(arguments.command_line))
+    given = ["export", "my model", "it's", "--task", "fill-mask"]
+    assert command.main(given) == 0
+    assert shlex.split(found[0]) == ["nystrom-models", *given]
+
+
+def test_flags_are_not_abbreviated():
+    """A flag that is added later would change what an abbreviation means."""
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["env", "--js"])
+    assert exit_.value.code == 2
+
+
+def test_env_prints_lines_for_people(monkeypatch, capsys):
+    monkeypatch.setattr(env, "environment", lambda: {"torch": "2.0", "transformers": "5.0"})
+    assert command.main(["env"]) == 0
+    assert capsys.readouterr().out == "torch:        2.0\ntransformers: 5.0\n"
 
 
 @pytest.mark.slow

@@ -190,8 +190,9 @@ def test_a_causal_model_without_its_states(tmp_path):
         (lambda model: model.bfloat16(), {}, r"model.float\(\)"),
         (lambda model: None, {"opset_version": 23}, "18 to 22"),
         (lambda model: None, {"input_names": ["input_ids", "labels"]}, "labels"),
+        (lambda model: None, {"input_names": ["attention_mask"]}, "input_names must be input_ids and some of"),
     ],
-    ids=["training", "attentions", "bfloat16", "opset", "inputs"],
+    ids=["training", "attentions", "bfloat16", "opset", "inputs", "no ids"],
 )
 def test_what_cannot_be_exported_is_refused(change, arguments, message, tmp_path):
     model = small("linformer-layerwise", "Model")

@@ -152,3 +152,21 @@ def test_map_carries_values_and_gives_single_rows(kind):
         assert torch.allclose(full.sum(dim=-1), torch.ones(full.shape[:-1], dtype=torch.float64))
     else:
         assert relative_error(full @ states[2], linformer_attention(*states, mask, **options)) < 1e-12
+
+
+def test_the_map_of_a_maximum_shares_a_slot_by_channels():
+    """A token has the share of its slot's weight in which channels of its value are the largest."""
+    (query, key, value), options = tensors(23, "max_pool", torch.float64)
+    mask = ragged(23)
+    found = linformer_attention_map(query, key, value, mask, **options)
+    for row in range(3):
+        places = mask[row].nonzero().flatten()
+        for head in range(HEADS):
+            slots = formulas.project(key[row, head, places], None, "max_pool", KERNEL)
+            weights = formulas.softmax(query[row, head] @ slots.T / DIM**0.5)
+            expected = torch.zeros(23, 23, dtype=torch.float64)
+            for slot, tokens in enumerate(places.split(KERNEL)):
+                for channel in range(DIM):
+                    largest = tokens[value[row, head, tokens, channel].argmax()]
+                    expected[:, largest] += weights[:, slot] / DIM
+            assert relative_error(found[row, head], expected) < TOLERANCE[torch.float64]

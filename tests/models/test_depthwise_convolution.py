@@ -63,6 +63,20 @@ def test_autocast_changes_nothing():
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
+def test_autocast_changes_no_gradients_of_single_rows():
+    """Under vmap, they are products of copied blocks, which autocast would round to bfloat16."""
+    value, weight = torch.randn(3, 1, 2, 40, 8), torch.randn(2, 1, 5, 1)
+
+    def gradient(row):
+        return torch.func.grad(lambda taps: depthwise_convolution(row, taps).square().sum())(weight)
+
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found.append(torch.func.vmap(gradient)(value))
+    assert torch.equal(*found)
+
+
 @pytest.mark.slow
 def test_compiles_with_its_gradient():
     compiled = torch.compile(depthwise_convolution, fullgraph=True, dynamic=True, backend="aot_eager")

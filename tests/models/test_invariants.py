@@ -84,6 +84,17 @@ def test_encoder_is_the_equations_in_float64(option):
         assert relative_error(inside, expected) < TOLERANCE[torch.float32], length
 
 
+@pytest.mark.parametrize("option", ["linformer-mean_pool", "linformer-max_pool", "linformer-conv_none"])
+@torch.no_grad()
+def test_slots_that_do_not_divide_the_longest_sequence(option):
+    """61 tokens are eight slots of seven, and one of five."""
+    model, ids = make_model(option, max_position_embeddings=61, projected_dim=9), torch.randint(3, 99, (61,))
+    expected = formulas.encode(model.state_dict(), model.config, ids)
+    for mask in (None, torch.ones(2, 61, dtype=torch.long)):
+        found = model(ids.expand(2, 61), attention_mask=mask).last_hidden_state[1]
+        assert relative_error(found, expected) < TOLERANCE[torch.float32]
+
+
 @torch.no_grad()
 def test_the_pseudo_inverse_has_the_iterations_of_the_configuration():
     model = make_model("nystromformer-landmarks", pinv_iterations=2)

@@ -34,6 +34,7 @@ def test_better_is_in_the_metrics_direction():
     assert DOWN.is_better(0.8, 0.9) and not DOWN.is_better(0.9, 0.8)
     assert UP.is_better(0.1, None) and UP.is_better(0.1, math.nan) and not UP.is_better(math.nan, None)
     assert not UP.is_better(0.85, 0.8, threshold=0.1)
+    assert not DOWN.is_better(0.75, 0.8, threshold=0.1) and DOWN.is_better(0.65, 0.8, threshold=0.1)
     assert (UP.best([0.1, 0.3, math.nan, 0.3]), DOWN.best([0.1, 0.3, math.nan, 0.1])) == (1, 0)
 
 
