@@ -45,9 +45,9 @@ def inspection():
         for setting in settings:
             maps, outputs = (torch.stack([torch.rand(3) / 4, 1 + torch.rand(3)], dim=1).double() for _ in range(2))
             errors[setting] = Sums(maps, outputs, [torch.rand(3), torch.rand(3)])
-        tails = torch.rand(3, 9).double().sort(descending=True).values
+        tails = torch.rand(3, 13).double().sort(descending=True).values
         tails[:, -1] = 0
-        spectrum = Spectrum(8, 2 * torch.rand(3, 8).sort().values, tails, texts=2)
+        spectrum = Spectrum(12, 2 * torch.rand(3, 12).sort().values, tails, texts=2)
         maps = torch.rand(2, 3, 4, 4) - torch.tensor([0.0, 0.5])[:, None, None, None]
         layers[index] = Layer(f"layer.{index}", 3, errors, spectrum, maps, torch.tensor([0.3, 0.1, 0.2]))
     found = Inspection(layers, settings, MAIN, {"layer.1": REASON})
@@ -79,7 +79,10 @@ def drawn(inspection):
 
 
 def lines(axes):
-    return {line.get_label(): list(line.get_ydata()) for line in axes.get_lines() if line.get_label()[0] != "_"}
+    named = [line for line in axes.get_lines() if line.get_label()[0] != "_"]
+    found = {line.get_label(): list(line.get_ydata()) for line in named}
+    assert len(found) == len(named)
+    return found
 
 
 def test_pictures_show_what_was_measured(inspection):
@@ -107,10 +110,10 @@ def test_pictures_show_what_was_measured(inspection):
     assert lines(found["cumulative_singular_values"][0]) == {
         f"layer {layer}": share.mean(dim=0).tolist() for layer, share in shares.items()
     }
-    # The share of two of eight singular values.
+    # The share of three of twelve singular values.
     for name, wanted in (
         ("error_by_head", [inspection.output_error(layer, MAIN) for layer in layers]),
-        ("cumulative_by_head", [share[:, 1] for share in shares.values()]),
+        ("cumulative_by_head", [share[:, 2] for share in shares.values()]),
     ):
         assert torch.equal(torch.as_tensor(found[name][0].images[0].get_array().data), torch.stack(wanted)), name
 

@@ -226,9 +226,11 @@ def test_what_cannot_be_done_is_said_in_one_line_that_names_the_flag(folder, fla
     ],
 )
 def test_documents_without_a_text_are_named(rows, message, folder, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text(rows)
-    assert main(inspect(folder, "Bert", "--text_file", str(tmp_path / "rows.jsonl"))) == 1
-    assert message in capsys.readouterr().err
+    for name in ("text", "body"):
+        (tmp_path / "rows.jsonl").write_text(rows.replace("text", name))
+        flags = ["--text_file", str(tmp_path / "rows.jsonl"), "--text_column_name", name]
+        assert main(inspect(folder, "Bert", *flags)) == 1
+        assert message.replace("'text'", f"'{name}'") in capsys.readouterr().err
 
 
 def test_the_page_is_readable_in_a_browser_and_its_tables_sort(folder, browser, tmp_path):

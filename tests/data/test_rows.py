@@ -8,10 +8,15 @@ from nystrom_models.data import rows
 
 
 @settings(deadline=None)
-@given(st.lists(st.none() | st.integers(0, 30), max_size=40), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_batches_are_small_in_any_order(lengths, most, random):
+@given(
+    st.lists(st.none() | st.integers(0, 30), max_size=40),
+    st.integers(1, 12),
+    st.randoms(use_true_random=False),
+    st.sampled_from(["string", "large_string"]),
+)
+def test_batches_are_small_in_any_order(lengths, most, random, kind):
     """A batch of several chromosomes would take far more memory than one of them."""
-    features = Features({"text": Value("string")})
+    features = Features({"text": Value(kind)})
     dataset = Dataset.from_dict({"text": [None if n is None else "ä" * n for n in lengths]}, features=features)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(rows, "MOST_BYTES", 100)

@@ -26,8 +26,14 @@ def test_windows_of_words_hold_every_word_and_one_of_them_has_its_context(sizes,
     assert set().union(*(range(*window) for window in windows)) == set(range(len(sizes)))
     assert all(sum(sizes[begin:end]) <= size for begin, end in windows)
     assert windows == sorted(set(windows))
-    for (_, end), (begin, _) in list(pairwise(windows))[:-1]:
-        assert sum(sizes[begin:end]) <= overlap
+    for (before, end), (begin, new_end) in list(pairwise(windows))[:-1]:
+        assert sum(sizes[begin:end]) <= overlap and new_end > end
+        # They share as many words as they may, if the next word still fits.
+        more = sum(sizes[begin - 1 : end])
+        assert begin == before + 1 or more > overlap or more + sizes[end] > size
+    for (before, _), (begin, end) in list(pairwise(windows))[-1:]:
+        # The last one has as many words as fit, which may be shared.
+        assert end == len(sizes) and (begin == before + 1 or sum(sizes[begin - 1 :]) > size)
     if overlap == 0 and len(windows) > 1:
         # Another word would not fit: all but the last are full, and the last goes back as far as it can.
         assert all(sum(sizes[begin : end + 1]) > size for begin, end in windows[:-1])

@@ -121,13 +121,41 @@ def test_a_file_with_other_results_is_refused(exported, difference, tmp_path, mo
 
 
 def test_rows_of_every_kind_are_compared():
-    masks = deployment._inputs(small("linear-elu", "Model"), ["attention_mask"], batch=4, length=9)["attention_mask"]
-    assert masks.tolist() == [
+    inputs = deployment._inputs(small("linear-elu", "Model"), INPUT_NAMES, batch=4, length=9)
+    assert set(inputs["token_type_ids"].flatten().tolist()) == {0, 1}
+    assert inputs["attention_mask"].tolist() == [
         [1, 1, 1, 1, 1, 1, 1, 1, 1],
         [1, 1, 1, 1, 1, 0, 0, 0, 0],
         [0, 0, 0, 0, 1, 1, 1, 1, 1],
         [1, 0, 1, 1, 0, 1, 1, 0, 1],
     ]
+
+
+def test_rows_alone_and_padded_rows_are_compared_at_each_length(tmp_path):
+    """A file that ignores the mask of its padded rows has the right results only for full ones."""
+    tokens, number = ["batch_size", "sequence_length"], onnx.TensorProto.FLOAT
+    inputs = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, tokens)
+        for name in ("input_ids", "attention_mask")
+    ]
+    node = onnx.helper.make_node("Cast", ["input_ids"], ["logits"], to=number)
+    outputs = [onnx.helper.make_tensor_value_info("logits", number, tokens)]
+    graph = onnx.helper.make_graph([node], "graph", inputs, outputs)
+    opset = [onnx.helper.make_opsetid("", 20)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "model.onnx")
+    shapes, sees_padding = [], False
+
+    def model(input_ids, attention_mask, return_dict):
+        shapes.append(tuple(input_ids.shape))
+        scale = attention_mask.double().mean(dim=1, keepdim=True) if sees_padding else 1
+        return ModelOutput(logits=input_ids * scale)
+
+    model.config = types.SimpleNamespace(vocab_size=99, type_vocab_size=2, max_position_embeddings=64)
+    model.device = torch.device("cpu")
+    assert compare_onnx(model, tmp_path / "model.onnx") == 0
+    assert shapes == [(batch, length) for length in (1, 37, 64) for batch in (1, 4)]
+    sees_padding = True
+    assert compare_onnx(model, tmp_path / "model.onnx") > 0.1
 
 
 def test_one_output_that_is_not_a_number_is_enough(tmp_path):

@@ -38,6 +38,12 @@ def test_better_is_in_the_metrics_direction():
     assert (UP.best([0.1, 0.3, math.nan, 0.3]), DOWN.best([0.1, 0.3, math.nan, 0.1])) == (1, 0)
 
 
+def test_a_goal_is_named_with_or_without_eval():
+    assert Goal.of("eval_accuracy") == Goal.of("accuracy") == UP and Goal.of("eval_mse") == DOWN
+    # A given direction counts, even against the known one.
+    assert Goal.of("eval_accuracy", False) == Goal("accuracy", False)
+
+
 def test_the_value_of_several_validation_sets_is_their_mean():
     metrics = {"validation_matched/accuracy": 0.8, "validation_mismatched/accuracy": 0.6, "validation_matched/loss": 3}
     assert UP.value(metrics) == pytest.approx(0.7)
