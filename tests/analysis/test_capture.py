@@ -3,7 +3,16 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2Model, ViTConfig, ViTModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BartConfig,
+    BartModel,
+    GPT2Config,
+    GPT2Model,
+    ViTConfig,
+    ViTModel,
+)
 
 from nystrom_models.analysis import visit_attention
 from nystrom_models.analysis.measures import exact_map, nystrom_map
@@ -49,6 +58,22 @@ def test_images_are_shown_too():
     config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32)
     layers, skipped = shown(ViTModel(config), {"pixel_values": torch.randn(2, 3, 32, 32)})
     assert [layer.query.shape for layer in layers] == [(2, 4, 5, 8)] * 2 and not skipped
+
+
+def test_decoders_and_what_they_see_of_the_encoder_are_left_out():
+    """The model has its own implementation of attention again, whichever it was."""
+    parts = {f"{side}_{name}": 16 for side in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
+    layers = {"encoder_layers": 1, "decoder_layers": 1}
+    model = BartModel(BartConfig(vocab_size=99, d_model=16, max_position_embeddings=64, **parts, **layers))
+    model.set_attn_implementation("eager")
+    ids = torch.randint(3, 99, (1, 12))
+    found, skipped = shown(model, {"input_ids": ids, "decoder_input_ids": ids[:, :5]})
+    assert [layer.name for layer in found] == ["encoder.layers.0.self_attn"]
+    assert skipped == {
+        "decoder.layers.0.self_attn": "it is causal",
+        "decoder.layers.0.encoder_attn": "it attends to other tokens than its own (cross-attention)",
+    }
+    assert model.config._attn_implementation == "eager"
 
 
 def test_causal_attention_is_refused():

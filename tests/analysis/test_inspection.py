@@ -86,6 +86,39 @@ def test_padding_changes_nothing(family, side, fields):
         assert padded.layers[layer].spectrum.length == 37
 
 
+def test_a_row_without_tokens_is_no_text():
+    model, (call,) = make_model("Bert"), alone([37])
+    # Without tokens, attention is not a number in some versions of PyTorch: only the mask tells of such rows.
+    empty = {"input_ids": call["input_ids"].expand(2, -1), "attention_mask": torch.ones(2, 37, dtype=torch.long)}
+    empty["attention_mask"][1] = 0
+    found, wanted = (inspect_attention(model, [inputs], num_landmarks=[8]) for inputs in (empty, call))
+    assert found.settings == wanted.settings
+    for layer in range(2):
+        torch.testing.assert_close(found.map_error(layer, found.main), wanted.map_error(layer, found.main))
+        assert found.layers[layer].spectrum.texts == 1
+
+
+def test_models_in_half_precision_are_measured_in_float32():
+    """The error is that of the approximation and not of rounding."""
+    model, (call,) = make_model("Bert").bfloat16(), alone([37])
+    found = inspect_attention(model, [call], num_landmarks=[36])
+    layers = []
+    visit_attention(model, call, layers.append)
+    for layer in layers:
+        query, key = layer.query[0].double(), layer.key[0].double()
+        exact = exact_map(query, key)
+        wanted = (nystrom_map(query, key, 36) - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+        torch.testing.assert_close(found.map_error(layer.index, found.main), wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_landmarks_of_single_layers_are_measured_in_all_of_them():
+    calls = []
+    model = make_model("Nystromformer", num_landmarks=[7, None])
+    found = inspect_attention(model, alone([37, 23]), num_landmarks=[4], on_layer=lambda: calls.append(1))
+    assert {setting.num_landmarks for setting in found.layers[1].errors} == {4, 7}
+    assert len(calls) == 2 * 2  # for a progress bar over layers and texts
+
+
 def test_figures_of_several_texts_are_taken_over_all_of_their_entries():
     model, calls = make_model("Bert"), alone([37, 37])
     both = inspect_attention(model, calls, num_landmarks=[8])

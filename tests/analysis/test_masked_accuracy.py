@@ -78,6 +78,16 @@ def test_a_bert_attends_through_landmarks_for_the_time_being():
         torch.testing.assert_close(model(**inputs).last_hidden_state[valid], exact[valid], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_scores_have_the_factor_of_the_model():
+    """ESM's is 1, because its queries are scaled before. As many landmarks as tokens are exact attention."""
+    model, inputs = make_model("Esm"), padded_batch([37, 23])
+    valid = inputs["attention_mask"].bool()
+    exact = model(**inputs).last_hidden_state
+    with attending_through(model, 37):
+        torch.testing.assert_close(model(**inputs).last_hidden_state[valid], exact[valid], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["Nystromformer", "Bert", "Albert"])
 def test_layers_that_stay_exact(family):
     """In a model whose layers share their weights, too. Losses as of models with lists, and the best layers first."""

@@ -68,6 +68,13 @@ def inspection():
     return found
 
 
+def test_figures_have_five_digits(inspection):
+    parts = {"model": {}, "settings": {}, "command": "", "versions": {}}
+    for row in content(inspection, error=0.1, **parts)["errors"]:
+        setting = Setting(*(row[name] for name in Setting._fields))
+        assert row["output_error"] == pytest.approx(inspection.layer_error(row["layer"], setting), rel=5e-5)
+
+
 def drawn(inspection):
     """The axes of each picture, by its name."""
     found = {}

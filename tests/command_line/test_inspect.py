@@ -113,6 +113,7 @@ def test_what_the_flags_say_is_measured(folder, tmp_path):
     assert {name: found[name] for name in expected} == json.loads(json.dumps(expected))
     ids = calls[0]["input_ids"][0]
     assert found["token"] == attended(wanted, -3, ids, tokenizer.convert_ids_to_tokens)
+    assert [len(row["exact"]) for row in found["token"]["layers"]] == [10]
     assert found["settings"] == {"texts": 2, "max_rows": 8, "seed": 5, "device": found["settings"]["device"]}
 
 
