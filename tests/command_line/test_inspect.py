@@ -96,7 +96,7 @@ def test_what_the_flags_say_is_measured(folder, tmp_path):
     rows = [{"text": TEXT, "body": text} for text in texts]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = "--text_column_name body --num_landmarks 2 4 --pinv_iterations 3 --lengths 30 --max_samples 2 --max_rows 8"
-    flags += " --error 0.7 --layers 1 --token -3 --seed 5 --mlm_accuracy"
+    flags += " --error 0.7 --layers 1 --token -3 --seed 13 --mlm_accuracy"
     files = ["--text_file", tmp_path / "rows.jsonl", "--tokenizer_name", tmp_path / "tokenizer"]
     arguments = ["inspect", folder / "Bert", *files, "--output_dir", tmp_path / "out", *flags.split()]
     assert main(list(map(str, arguments))) == 0
@@ -105,16 +105,17 @@ def test_what_the_flags_say_is_measured(folder, tmp_path):
     model = AutoModelForMaskedLM.from_pretrained(folder / "Bert").eval()
     # Singular values are those of shorter rows, because the others have more than 8 tokens.
     short, calls = (token_rows(texts, tokenizer, length, 2) for length in (8, 30))
-    options = {"num_landmarks": [2, 4], "pinv_iterations": [3], "max_rows": 8, "layers": [1], "token": -3, "seed": 5}
+    options = {"num_landmarks": [2, 4], "pinv_iterations": [3], "max_rows": 8, "layers": [1], "token": -3, "seed": 13}
     wanted = inspect_attention(model.base_model, [*short, *calls], **options)
+    # With this seed, special tokens would be masked in both rows if they counted.
     numbers = {"mask_token_id": tokenizer.mask_token_id, "special_ids": tokenizer.all_special_ids}
-    wanted.mlm = masked_accuracy(model, calls, [None, 2, 4], **numbers, pinv_iterations=3, seed=5)
+    wanted.mlm = masked_accuracy(model, calls, [None, 2, 4], **numbers, pinv_iterations=3, seed=13)
     expected = wanted.to_dict(0.7)
     assert {name: found[name] for name in expected} == json.loads(json.dumps(expected))
     ids = calls[0]["input_ids"][0]
     assert found["token"] == attended(wanted, -3, ids, tokenizer.convert_ids_to_tokens)
     assert [len(row["exact"]) for row in found["token"]["layers"]] == [10]
-    assert found["settings"] == {"texts": 2, "max_rows": 8, "seed": 5, "device": found["settings"]["device"]}
+    assert found["settings"] == {"texts": 2, "max_rows": 8, "seed": 13, "device": found["settings"]["device"]}
 
 
 def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_512(folder, tmp_path, capsys):
