@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `convert` and its results."""
 
+import errno
 import gzip
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -18,6 +21,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    PreTrainedModel,
     pipeline,
 )
 
@@ -25,7 +29,7 @@ from nystrom_models.command_line import convert as command
 from nystrom_models.command_line.convert import TABLES, read_texts
 from nystrom_models.command_line.main import main
 from nystrom_models.conversion.reading import read_config
-from nystrom_models.conversion.report import REPORT_NAME
+from nystrom_models.conversion.report import REPORT_NAME, ConversionReport
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.files import FORMATS
 from tests.fasta import needs_fasta
@@ -238,6 +242,41 @@ def test_text_is_read_without_the_extras(source, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert "needs datasets: pip install '.[train]'" in done.stderr, done.stderr
     assert re.findall(r"status (\d)", done.stdout) == ["1", "0"] and "on texts" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize(
+    ("where", "method", "error"),
+    [
+        (PreTrainedModel, "save_pretrained", SafetensorError("I/O error: No space left on device")),  # no OSError
+        (ConversionReport, "save", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        (ConversionReport, "save", KeyboardInterrupt()),
+    ],
+)
+def test_a_full_disk_or_ctrl_c_leaves_no_part_of_a_model(
+    source, tmp_path, capsys, monkeypatch, where, method, error, existed
+):
+    out, write = tmp_path / "out", getattr(where, method)
+    if existed:
+        out.mkdir()
+
+    def fail(self, folder, *args, **kwargs):
+        write(self, folder, *args, **kwargs)
+        (out / "folder").mkdir()
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, method, fail)
+        status = main(["convert", str(source), str(out)])
+    shown = capsys.readouterr().err
+    if isinstance(error, KeyboardInterrupt):
+        assert status == 130
+    else:
+        assert status == 1 and f"Writing the model to {out} failed" in shown and "No space left" in shown, shown
+    assert list(out.iterdir()) == [] if existed else not out.exists()
+    # The same command can be given again.
+    assert main(["convert", str(source), str(out)]) == 0
+    AutoModelForSequenceClassification.from_pretrained(out)
 
 
 def test_what_cannot_be_is_one_line(source, tmp_path, capsys):

@@ -5,9 +5,11 @@ Where the result computes exact attention, it is the same function as the source
 same weights.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,7 @@ def convert_checkpoint(
     Raises:
         TypeError, ValueError: see [`convert`]; ValueError also if `output_dir` is not empty, or if the source has no
             fast tokenizer.
+        OSError: if the model cannot be written, for example because the disk is full. What was written is removed.
     """
     check_output_dir(output_dir)
     files = {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
@@ -241,11 +244,30 @@ def convert_checkpoint(
         tokenizer.model_max_length = config.max_position_embeddings
     # AutoTokenizer loads it as the general class, which does not know that BERT has token types.
     tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
-    model.save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
-    if save_report:
-        report.save(output_dir)
+    with _complete_or_empty(output_dir):
+        model.save_pretrained(output_dir)
+        tokenizer.save_pretrained(output_dir)
+        if save_report:
+            report.save(output_dir)
     return (model, report) if return_report else model
+
+
+@contextlib.contextmanager
+def _complete_or_empty(output_dir: str | os.PathLike) -> Iterator[None]:
+    """Removes what was written into a folder that was new or empty, if it was not all: the same command would refuse
+    the folder, and it may look like a model. The error may come from any library."""
+    folder = Path(output_dir)
+    existed = folder.exists()
+    try:
+        yield
+    except BaseException as error:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if not existed and folder.is_dir():
+            folder.rmdir()
+        if not isinstance(error, Exception):  # Ctrl-C
+            raise
+        raise OSError(f"Writing the model to {folder} failed, and nothing of it is left there: {error}") from error
 
 
 def check_output_dir(output_dir: str | os.PathLike) -> None:
