@@ -250,6 +250,24 @@ def test_features_of_negative_numbers_keep_their_digits(dtype):
     expected = linear_attention(elu_features(query.double()), elu_features(key.double()), value.double())
     actual = linear_attention(elu_features(query), elu_features(key), value)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
+    # The derivative of exp(x) + 1 - 1, too.
+    query.requires_grad_()
+    elu_features(query).sum().backward()
+    assert relative_error(query.grad, query.detach().double().exp()) < TOLERANCE[dtype]
+
+
+def test_features_and_their_derivatives():
+    """Also at 0, of second order, forwards, and for several at once. For gradients only the result is kept."""
+    states = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(elu_features, states, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(elu_features, states, check_fwd_over_rev=True)
+    zero = torch.zeros(1, requires_grad=True)
+    elu_features(zero).backward()
+    assert zero.grad == 1
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        features = elu_features(states)
+    assert [tensor.data_ptr() for tensor in kept] == [features.data_ptr()]
 
 
 @pytest.mark.filterwarnings("ignore")

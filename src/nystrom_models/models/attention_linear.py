@@ -44,7 +44,33 @@ def elu_features(states: Tensor) -> Tensor:
     It is computed as max(x, 0) + exp(min(x, 0)): for negative x, elu(x) + 1 = (exp(x) - 1) + 1 would keep few digits
     of exp(x), in bfloat16 none below -6. Besides, graphs record wrong strides for the gradient of elu (PyTorch 2.13).
     """
+    if torch.is_grad_enabled() and not is_tracing(states):
+        return _EluFeatures.apply(states)
     return F.relu(states) + states.clamp_max(0).exp()
+
+
+class _EluFeatures(torch.autograd.Function):
+    """`elu_features`. The gradient needs only the result, which the attention keeps anyway: φ'(x) = min(φ(x), 1)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(states: Tensor) -> Tensor:
+        return F.relu(states) + states.clamp_max(0).exp()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (features,) = ctx.saved_tensors
+        return gradient * features.clamp_max(1)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return _EluFeatures.backward(ctx, tangent)
 
 
 def relu_features(states: Tensor) -> Tensor:
