@@ -13,6 +13,8 @@ import onnxruntime.quantization
 import pytest
 import torch
 import transformers
+from google.protobuf.message import DecodeError
+from onnxruntime import quantization
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertTokenizer
 
 from nystrom_models.command_line.main import main
@@ -58,6 +60,26 @@ def test_an_earlier_quantized_file_does_not_stay(folder, tmp_path, monkeypatch):
     model, tokenizer = load_for_export(folder / "model", None), AutoTokenizer.from_pretrained(folder / "model")
     assert deployment.export_folder(model, tokenizer, tmp_path) == {"onnx": tmp_path / "model.onnx"}
     assert not (tmp_path / "model_quantized.onnx").exists()
+
+
+def test_a_full_disk_leaves_an_earlier_export_as_it_was(folder, tmp_path, capsys, monkeypatch):
+    def write(model, path, **options):
+        path.write_text("new")
+        return path
+
+    def fail(path, target, **options):
+        target.with_name("model-inferred.onnx").touch()
+        raise DecodeError("Wire format was corrupt")  # of ONNX Runtime's file, which was cut off
+
+    monkeypatch.setattr(deployment, "export_onnx", write)
+    monkeypatch.setattr(quantization, "quantize_dynamic", fail)
+    earlier = dict.fromkeys(("config.json", "model.onnx", "model_quantized.onnx"), "earlier")
+    for name, content in earlier.items():
+        (tmp_path / name).write_text(content)
+    command = ["export", str(folder / "model"), str(tmp_path), "--quantize", "--overwrite_output_dir"]
+    assert main(command) == 1
+    assert "maybe because the disk is full" in capsys.readouterr().err.splitlines()[-1]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == earlier
 
 
 @pytest.mark.parametrize("given", [None, ["input_ids"]])

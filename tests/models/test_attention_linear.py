@@ -250,7 +250,7 @@ def test_features_of_negative_numbers_keep_their_digits(dtype):
     expected = linear_attention(elu_features(query.double()), elu_features(key.double()), value.double())
     actual = linear_attention(elu_features(query), elu_features(key), value)
     assert relative_error(actual, expected) < TOLERANCE[dtype]
-    # The derivative of exp(x) + 1 - 1, too.
+    # And the derivative, exp(x).
     query.requires_grad_()
     elu_features(query).sum().backward()
     assert relative_error(query.grad, query.detach().double().exp()) < TOLERANCE[dtype]

@@ -4,7 +4,9 @@
 import json
 import logging
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +62,49 @@ def model_inputs(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [name for name in tokenizer.model_input_names if name in INPUT_NAMES]
 
 
-def _save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the configuration of the exported model, with references only to code that is in the folder."""
-    model.config.save_pretrained(folder)
-    path = folder / CONFIG_NAME
+def _save_config(model: PreTrainedModel, partial: Path, folder: Path) -> None:
+    """Writes the configuration of the exported model, with references only to code that `folder` has or will have."""
+    model.config.save_pretrained(partial)
+    path = partial / CONFIG_NAME
     fields = json.loads(path.read_text(encoding="utf-8")) | {"architectures": [type(model).__name__]}
     if "auto_map" in fields:
-        there = {
-            name: code for name, code in fields["auto_map"].items() if (folder / f"{code.split('.')[0]}.py").is_file()
+        files = {name: f"{code.split('.')[0]}.py" for name, code in fields["auto_map"].items()}
+        fields["auto_map"] = {
+            name: fields["auto_map"][name]
+            for name, file in files.items()
+            if (partial / file).is_file() or (folder / file).is_file()
         }
-        fields["auto_map"] = there
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _moved_when_complete(folder: Path) -> Iterator[Path]:
+    """A folder to write in. Its files take the place of those in `folder` after all are written: after a failure,
+    such as a full disk, those of an earlier export are as they were."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".export.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        yield partial
+        for path in partial.iterdir():
+            path.replace(folder / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _quantize(path: Path, target: Path) -> None:
+    """Writes an ONNX file with 8-bit weights."""
+    from google.protobuf.message import DecodeError
+    from onnxruntime.quantization import quantize_dynamic
+
+    logging.disable(logging.WARNING)  # it recommends preprocessing, which changes nothing here
+    try:
+        quantize_dynamic(path, target, per_channel=True, reduce_range=True)
+    except DecodeError as error:  # of a file that ONNX Runtime itself has written, without noticing a full disk
+        raise OSError(f"{target.name} cannot be written, maybe because the disk is full: {error}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def export_folder(
@@ -92,23 +126,20 @@ def export_folder(
         quantize: also write model_quantized.onnx, with 8-bit weights.
         input_names: inputs of the file; None for those that the tokenizer returns.
 
-    Returns: the files, by the names "onnx" and "int8".
+    Returns: the files, by the names "onnx" and "int8". All are written, or none is changed.
     """
     require_packages("onnx", "onnxscript", "onnxruntime")
     folder = Path(folder)
     names = model_inputs(tokenizer) if input_names is None else input_names
-    path = export_onnx(model, folder / "model.onnx", input_names=names, opset_version=opset_version, verify=True)
-    _save_config(model, folder)
-    save_tokenizer(tokenizer, folder)
-    files = {"onnx": path}
-    (folder / "model_quantized.onnx").unlink(missing_ok=True)  # of an earlier export, maybe of another model
+    with _moved_when_complete(folder) as partial:
+        path = export_onnx(model, partial / "model.onnx", input_names=names, opset_version=opset_version, verify=True)
+        _save_config(model, partial, folder)
+        save_tokenizer(tokenizer, partial)
+        if quantize:
+            _quantize(path, partial / "model_quantized.onnx")
+    files = {"onnx": folder / path.name}
     if quantize:
-        from onnxruntime.quantization import quantize_dynamic
-
         files["int8"] = folder / "model_quantized.onnx"
-        logging.disable(logging.WARNING)  # it recommends preprocessing, which changes nothing here
-        try:
-            quantize_dynamic(path, files["int8"], per_channel=True, reduce_range=True)
-        finally:
-            logging.disable(logging.NOTSET)
+    else:
+        (folder / "model_quantized.onnx").unlink(missing_ok=True)  # of an earlier export, maybe of another model
     return files
