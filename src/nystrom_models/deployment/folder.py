@@ -95,7 +95,7 @@ def _moved_when_complete(folder: Path) -> Iterator[Path]:
 
 def _quantize(path: Path, target: Path) -> None:
     """Writes an ONNX file with 8-bit weights."""
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from onnxruntime.quantization import quantize_dynamic
 
     logging.disable(logging.WARNING)  # it recommends preprocessing, which changes nothing here
