@@ -25,6 +25,7 @@ from nystrom_models.training import (
     find_checkpoint,
     list_checkpoints,
     loop,
+    results,
     train,
 )
 from nystrom_models.training.arguments import RunArguments
@@ -200,6 +201,7 @@ def short_run(tokenizer, examples, folder, steps=6, accelerator=None, learning_r
             **optimization,
         ),
         settings=options.pop("settings", None),
+        logging_steps=options.pop("logging_steps", 10),
         evaluation=evaluation,
         checkpoints=CheckpointArguments(str(folder), 2, **options),
     )
@@ -489,6 +491,21 @@ def test_full_disk_leaves_the_checkpoint_before(tokenizer, examples, tmp_path, m
     with pytest.raises(OSError, match=r"checkpoint-4 failed: .*No space left.*checkpoint-2 is complete"):
         short_run(tokenizer, examples, tmp_path, accelerator=accelerator)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_at_a_log_names_the_checkpoint_before(tokenizer, examples, tmp_path, monkeypatch):
+    def failing_open(file, mode="r", **options):
+        """Takes no line of the history after the first checkpoint."""
+        full = mode == "a" and (tmp_path / "checkpoint-2").exists()
+        return open("/dev/full" if full else file, mode, **options)
+
+    monkeypatch.setattr(results, "open", failing_open, raising=False)
+    expected = r"history.jsonl cannot be written: No space left on device. .*checkpoint-2 is complete. Make room"
+    with pytest.raises(OSError, match=expected):
+        short_run(tokenizer, examples, tmp_path, logging_steps=1)
+    monkeypatch.undo()
+    assert short_run(tokenizer, examples, tmp_path, logging_steps=1, resume_from_checkpoint="latest").step == 6
 
 
 @pytest.mark.parametrize("name", ["checkpointing_steps", "checkpoints_total_limit"])

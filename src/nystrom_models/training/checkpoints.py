@@ -271,11 +271,16 @@ def _clear_failure(partial: Path, final: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, FloatingPointError):  # of weights, which room does not mend
             raise
-        kept = list_checkpoints(final.parent)
-        raise OSError(
-            f"Saving {final} failed: {error}. {f'{kept[-1]} is complete' if kept else 'There is no checkpoint'}. "
-            "Make room in --output_dir, and resume by --resume_from_checkpoint latest."
-        ) from error
+        raise OSError(f"Saving {final} failed: {error}. {how_to_go_on(final.parent)}") from error
+
+
+def how_to_go_on(output_dir: str | os.PathLike) -> str:
+    """What is left of a run whose files could not be written, and what to do."""
+    kept = list_checkpoints(output_dir)
+    return (
+        f"{f'{kept[-1]} is complete' if kept else 'There is no checkpoint'}. Make room in --output_dir, and resume by "
+        "--resume_from_checkpoint latest."
+    )
 
 
 class BestModel:

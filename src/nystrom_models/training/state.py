@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import nn
 
-from .checkpoints import HISTORY
+from .checkpoints import HISTORY, how_to_go_on
 from .results import write_json
 from .selection import Best
 
@@ -62,7 +62,10 @@ def log_figures(
     row = {"step": state.step, **figures}
     state.history.append(row)
     if output_dir is not None and accelerator.is_main_process:
-        write_json(Path(output_dir, HISTORY), [row], lines=True, append=True)
+        try:
+            write_json(Path(output_dir, HISTORY), [row], lines=True, append=True)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}. {how_to_go_on(output_dir)}") from error
 
 
 def log_evaluation(
