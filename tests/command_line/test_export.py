@@ -82,6 +82,20 @@ def test_a_full_disk_leaves_an_earlier_export_as_it_was(folder, tmp_path, capsys
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == earlier
 
 
+def test_folders_of_an_earlier_export_are_filled_anew(folder, tmp_path, monkeypatch):
+    """As that of the chat templates of a tokenizer that has several."""
+    monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)
+    model, tokenizer = load_for_export(folder / "model", None), AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = {"default": "new", "tool_use": "new"}
+    templates = tmp_path / "additional_chat_templates"
+    templates.mkdir()
+    for name in ("tool_use", "mine"):
+        (templates / f"{name}.jinja").write_text("earlier")
+    deployment.export_folder(model, tokenizer, tmp_path)
+    assert {path.stem: path.read_text() for path in templates.iterdir()} == {"tool_use": "new", "mine": "earlier"}
+    assert (tmp_path / "config.json").is_file() and not (tmp_path / ".export.partial").exists()
+
+
 @pytest.mark.parametrize("given", [None, ["input_ids"]])
 def test_the_file_is_verified_and_has_the_inputs_of_the_tokenizer(given, folder, tmp_path, monkeypatch):
     calls = []

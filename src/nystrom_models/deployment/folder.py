@@ -87,8 +87,11 @@ def _moved_when_complete(folder: Path) -> Iterator[Path]:
     try:
         partial.mkdir()
         yield partial
-        for path in partial.iterdir():
-            path.replace(folder / path.name)
+        # Files only: a folder, such as that of a tokenizer's chat templates, cannot take the place of another.
+        for path in [path for path in partial.rglob("*") if path.is_file()]:
+            target = folder / path.relative_to(partial)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
