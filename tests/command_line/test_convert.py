@@ -25,6 +25,7 @@ from transformers import (
     pipeline,
 )
 
+from nystrom_models.checkpoint import load_tokenizer
 from nystrom_models.command_line import convert as command
 from nystrom_models.command_line.convert import TABLES, read_texts
 from nystrom_models.command_line.main import main
@@ -277,6 +278,24 @@ def test_a_full_disk_or_ctrl_c_leaves_no_part_of_a_model(
     # The same command can be given again.
     assert main(["convert", str(source), str(out)]) == 0
     AutoModelForSequenceClassification.from_pretrained(out)
+
+
+def test_a_failure_keeps_what_was_put_there_during_the_conversion(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def read(*arguments, **options):
+        """Reads the tokenizer, after the folder was found to be new and before the model is converted."""
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+        return load_tokenizer(*arguments, **options)
+
+    def fail(self, folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys.modules["nystrom_models.conversion.convert"], "load_tokenizer", read)
+    monkeypatch.setattr(ConversionReport, "save", fail)
+    assert main(["convert", str(source), str(out)]) == 1
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"notes.txt": "mine"}
 
 
 def test_what_cannot_be_is_one_line(source, tmp_path, capsys):

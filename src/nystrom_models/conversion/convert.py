@@ -254,14 +254,16 @@ def convert_checkpoint(
 
 @contextlib.contextmanager
 def _complete_or_empty(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Removes what was written into a folder that was new or empty, if it was not all: the same command would refuse
-    the folder, and it may look like a model. The error may come from any library."""
+    """Removes what was written into a folder, if it was not all: the same command would refuse the folder, and it may
+    look like a model. The error may come from any library. What others have put there since the folder was found to be
+    empty, which may be many minutes ago, is kept."""
     folder = Path(output_dir)
     existed = folder.exists()
+    kept = set(folder.iterdir()) if folder.is_dir() else set()
     try:
         yield
     except BaseException as error:
-        for path in folder.iterdir() if folder.is_dir() else ():
+        for path in set(folder.iterdir()) - kept if folder.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if not existed and folder.is_dir():
             folder.rmdir()
