@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from torch.nn import functional as F
-from transformers import AutoModelForPreTraining
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
 
 from nystrom_models.conversion.weights import is_of_a_family
 from nystrom_models.data import PretrainingCollator
@@ -183,6 +183,20 @@ def test_a_teacher_is_scored_on_the_tokens_that_it_sees(bert, batch, tokenizer, 
     ):
         torch.testing.assert_close(scores[name][0], (values * masked).sum(1), rtol=1e-5, atol=1e-5)
         assert torch.equal(scores[name][1], masked.sum(1).float())
+
+
+def test_a_teacher_saved_in_half_precision_has_that_of_the_run(bert, batch, tokenizer, tmp_path):
+    """As the model that is made of it: otherwise, they would be compared in different precisions."""
+    half = AutoModelForMaskedLM.from_pretrained(bert).bfloat16()
+    half.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    masked = batch["labels"] != -100
+    masked &= Teacher(bert, tokenizer).cutter.seen(batch["attention_mask"])
+    teacher = Teacher(str(tmp_path), tokenizer)
+    found = teacher(batch, masked).logits
+    assert found.dtype == torch.float32
+    teacher.model = half.float().eval()
+    torch.testing.assert_close(found, teacher(batch, masked).logits)
 
 
 def test_attention_is_matched_by_the_mean_squared_error(bert, batch, tokenizer, tmp_path):

@@ -83,7 +83,8 @@ class Teacher:
             raise ValueError(f"{FLAG} {name} is a causal model, which sees only the tokens before: give an encoder.")
         _check_vocabulary(name, tokenizer)
         with without_load_report():
-            model, info = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
+            # Half precision is that of the run, by autocast: a checkpoint's own would not be the trained model's.
+            model, info = AutoModelForMaskedLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         if info["missing_keys"] and with_logits:
             raise ValueError(
                 f"{FLAG} {name} has no trained head that predicts tokens: the checkpoint lacks "
