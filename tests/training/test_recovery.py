@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForPreTraining
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForPreTraining
 
 from nystrom_models.conversion.weights import is_of_a_family
 from nystrom_models.training.identity import weights_digest
@@ -118,6 +118,16 @@ def test_a_teacher_is_scored_beside_the_model(folder, tmp_path):
     alone = run_script(folder, tmp_path / "alone", "--no_do_train", teacher=None)["validation"]
     theirs = {name: scores.pop(name) for name in ("teacher_mlm_accuracy", "teacher_mlm_loss")}
     assert scores == pytest.approx(alone, rel=1e-6) and 1 < theirs["teacher_mlm_loss"] != scores["mlm_loss"]
+
+
+def test_a_teacher_without_a_head_changes_no_random_numbers(folder, tmp_path):
+    """Its head would be random, but with --alpha_ce 0 nothing uses it. LoRA's matrices start from random numbers."""
+    bare = AutoModelForMaskedLM.from_pretrained(folder / "bert").base_model
+    shutil.copytree(folder / "bert", folder / "bare")
+    bare.save_pretrained(folder / "bare")
+    options = "--alpha_ce 0 --lora_r 2 --max_train_steps 2".split()
+    histories = [run(folder, tmp_path / name, *options, teacher=name)[1] for name in ("bert", "bare")]
+    assert histories[0] == histories[1]
 
 
 def test_another_teacher_or_none_is_refused(recovered, folder, tokenizer):

@@ -140,11 +140,20 @@ def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     return model.float()  # half precision would round most updates away
 
 
-def _teacher(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> Teacher | None:
+def _teacher(
+    accelerator: Accelerator,
+    args: PretrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    identity: dict[str, str],
+) -> Teacher | None:
+    """The teacher, if one is given. It is printed, and its digest added to the identity of the run."""
     if args.teacher_model_name_or_path is None:
         return None
     with_logits = bool(args.alpha_ce) or not args.do_train
-    return Teacher(args.teacher_model_name_or_path, tokenizer, with_logits)
+    teacher = Teacher(args.teacher_model_name_or_path, tokenizer, with_logits)
+    identity["teacher"] = teacher.digest
+    _describe_teacher(accelerator, teacher, args)
+    return teacher
 
 
 def _taught_by(args: PretrainingArguments) -> str:
@@ -321,11 +330,8 @@ def pretrain(
             # weights.
             source_config = AutoConfig.from_pretrained(args.model_name_or_path)
             identity["model"] = weights_digest(args.model_name_or_path, source_config)
-        teacher = _teacher(args, tokenizer)
-        if teacher is not None:
-            identity["teacher"] = teacher.digest
-            _describe_teacher(accelerator, teacher, args)
         if not args.do_train:
+            teacher = _teacher(accelerator, args, tokenizer, identity)
             both = None if teacher is None else ScoresBesideTeacher(teacher.to(accelerator.device), accelerator)
             found = held_out_scores(accelerator, accelerator.prepare(model), held_out, both)
             results: dict[str, dict[str, Any]] = {"validation": found}
@@ -338,6 +344,8 @@ def pretrain(
             _train_lora_alone(accelerator, model, args, optimization)
             # Checkpoints hold only the trained parameters. The others are read again on resuming.
             settings["the initial weights"] = identity["model"]
+        # Only now: if the teacher has no head, a random one would change the random numbers of LoRA's matrices.
+        teacher = _teacher(accelerator, args, tokenizer, identity)
         if teacher is not None:
             objective = with_teacher(objective, teacher, model, accelerator, args)
             settings["the teacher's weights"] = teacher.digest
