@@ -186,6 +186,17 @@ def test_layers_that_stay_exact_are_softmax_attention(groups, form):
         assert found is None if not wanted else relative_error(found, weights) < 4e-15
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_maps_of_exact_layers_keep_the_digits_of_large_scores(dtype):
+    """A common part of all keys makes scores large, and has no effect. In float16, products of 64 · 40² also leave the
+    range before they are scaled."""
+    query, key, value = (tensor.to(dtype) for tensor in states(dim=64))
+    query, key = query + 40, key + 40
+    _, found = nystrom_attention_forward(Attention(num_landmarks=None), query, key, value, output_attentions=True)
+    expected = torch.softmax(query.double() @ key.double().mT / 8, dim=-1)
+    assert relative_error(found, expected) < 4 * torch.finfo(dtype).eps  # float32 rounds scores of 12,800 to 1e-3
+
+
 @pytest.mark.parametrize("change", [{"softcap": 50.0}, {"is_causal": True}], ids=lambda one: next(iter(one)))
 def test_maps_that_would_be_wrong_are_refused_in_exact_layers_too(change):
     query, key, value = states()

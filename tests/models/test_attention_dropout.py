@@ -94,6 +94,19 @@ def test_precisions(dtype, tolerance):
         assert (ours - of_formula).abs().max() < tolerance * of_formula.abs().max()
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 3.6e-3), (torch.bfloat16, 2e-2)])
+def test_large_scores_keep_their_digits(dtype, tolerance):
+    """A common part of all queries and keys makes scores large, and has no effect. In half precision such scores would
+    have errors of a quarter and more, and so would the weights."""
+    query, key, value, mask = inputs(3, 2, 50, 40, dtype)
+    query, key = ((states.detach() + 12).requires_grad_() for states in (query, key))
+    found = draw(query, key, value, mask)
+    expected = formula(query.double(), key.double(), value.double(), mask, kept_weights(query, key, mask))
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+    ours, of_formula = (torch.autograd.grad(context.sum(), key)[0].double() for context in (found, expected))
+    assert (ours - of_formula).abs().max() < tolerance * of_formula.abs().max()
+
+
 def test_sums_over_many_blocks_keep_their_digits(monkeypatch):
     """The gradients of keys and values are sums over 200 blocks of queries. Measured: 5.7e-4."""
     monkeypatch.setattr(attention_dropout, "BLOCK_WEIGHTS", 320)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
@@ -205,11 +206,12 @@ def _exact_attention(
     _reject_changes(module, options)
     _reject_causal(module, query, attention_mask, is_causal)
     key = repeat_kv(key, query.shape[1] // key.shape[1])
-    scores = query @ key.mT * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    elif attention_mask is not None:
-        scores = scores + attention_mask
-    return context, torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
-        query.dtype
-    )
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    # As in `masked_attention.attention_weights`: scores need float32.
+    with maybe_autocast(device_type=query.device.type, enabled=False):
+        scores = query.to(dtype) @ key.to(dtype).mT * (query.shape[3] ** -0.5 if scaling is None else scaling)
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(dtype).min)
+        elif attention_mask is not None:
+            scores = scores + attention_mask
+        return context, torch.softmax(scores, dim=-1).to(query.dtype)

@@ -125,15 +125,18 @@ def _blocks(
     num_queries = max(1, min(length, block_size // of_query))
     num_rows = max(1, block_size // (of_query * num_queries)) if num_queries == length else 1
     generator, dropped_levels = torch.Generator("cpu").manual_seed(seed), _dropped_levels(dropout_p)
+    # Scores in half precision would keep two or three digits, and their errors become those of the weights, times the
+    # scores.
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    key = key.to(dtype)
     for row in range(0, batch, num_rows):
         rows = slice(row, row + num_rows)
         for first in range(0, length, num_queries):
             queries = slice(first, first + num_queries)
-            scores = (query[rows, :, queries] * dim**-0.5) @ key[rows].mT
+            scores = (query[rows, :, queries].to(dtype) * dim**-0.5) @ key[rows].mT
             if mask is not None:
                 scores.masked_fill_(~mask[rows], -torch.inf)
-            dtype = torch.promote_types(scores.dtype, torch.float32)
-            weights = torch.softmax(scores, dim=-1, dtype=dtype)
+            weights = torch.softmax(scores, dim=-1)
             yield _Block(rows, queries, weights, _draw(scores.shape, dropped_levels, generator).to(dtype))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import maybe_autocast
 
 from .attention_dropout import attention_with_dropout
 from .cpu_blocks import add_attention
@@ -148,10 +149,15 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: 
 
     mask: bool, broadcast to the weights, True where a query sees a key; None for all.
     """
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    # Scores in half precision would keep two or three digits, and their errors become those of the weights, times the
+    # scores. Before scaling they may also leave float16's range. So autocast is switched off.
+    with maybe_autocast(device_type=query.device.type, enabled=False):
+        scores = query.to(dtype) @ key.to(dtype).transpose(-2, -1)
+        scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
+        return torch.softmax(scores, dim=-1).to(query.dtype)
 
 
 def softmax_attention_map(
