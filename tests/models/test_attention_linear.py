@@ -232,6 +232,17 @@ def test_map_carries_values_and_gives_single_rows(causal):
     assert torch.allclose(some, torch.stack([full[row][:, by_row[row]] for row in range(3)]))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_map_under_autocast_is_in_float32(causal):
+    """In float16, weights and their sums leave the range: all other weights of the row would be 0."""
+    query, key = (torch.rand(3, HEADS, 70, 64) + 30 for _ in range(2))
+    mask = ragged(70)
+    expected = linear_attention_map(query, key, mask, causal=causal)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(linear_attention_map(query, key, mask, causal=causal), expected)
+
+
 def test_feature_maps():
     states, weight = torch.randn(2, HEADS, 7, DIM), torch.randn(HEADS, DIM, DIM)
     assert torch.allclose(elu_features(states), torch.where(states > 0, states + 1, states.exp()))

@@ -83,7 +83,7 @@ def hedgehog_features(states: Tensor, weight: Tensor) -> Tensor:
 
     states: (B, H, N, D). weight: (H, D, D), W of each head. Returns: (B, H, N, 2 D), in float32 at least inside.
     """
-    mapped = states @ weight.transpose(-2, -1)
+    mapped = states @ weight.to(states.dtype).transpose(-2, -1)
     both = torch.cat([mapped, -mapped], dim=-1)
     return both.softmax(dim=-1, dtype=torch.promote_types(both.dtype, torch.float32)).to(states.dtype)
 
@@ -179,11 +179,12 @@ def linear_attention_map(
     """
     tokens = torch.arange(query.shape[2], device=query.device) if rows is None else rows
     query = query if rows is None else take_tokens(query, rows)
-    weights = _weights(query, key, mask)
-    if causal:
-        later = torch.arange(key.shape[2], device=key.device) > tokens[..., None]
-        weights = weights.masked_fill(later if tokens.dim() == 1 else later[:, None], 0)
-    return (weights / (weights.sum(dim=-1, keepdim=True) + EPSILON)).to(query.dtype)
+    with maybe_autocast(device_type=query.device.type, enabled=False):
+        weights = _weights(query, key, mask)
+        if causal:
+            later = torch.arange(key.shape[2], device=key.device) > tokens[..., None]
+            weights = weights.masked_fill(later if tokens.dim() == 1 else later[:, None], 0)
+        return (weights / (weights.sum(dim=-1, keepdim=True) + EPSILON)).to(query.dtype)
 
 
 # ---- causal sums by chunks ----
