@@ -7,7 +7,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.models import formulas
-from tests.models.options import HEADS, OPTIONS, TOLERANCE, make_model, relative_error
+from tests.models.options import HEADS, OPTIONS, TOLERANCE, language_model, make_model, relative_error
 
 LENGTHS = (1, 2, 7, 8, 9, 16, 17, 97, 256, 509, 1000)
 
@@ -144,6 +144,38 @@ def test_half_precision_weights(option, dtype):
     assert out.logits.dtype == dtype
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None)
     assert relative_error(out.logits[:, 5:45], exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("option", ["linear-causal_sinusoidal", "linear-elu", "linear-causal"])
+def test_features_that_float16_does_not_hold(option, implementation):
+    """Features of 1e-8 are 0 in float16, and the gradients of features of 1e-6 leave its range, though no output and
+    no other gradient does."""
+    model = language_model(option).double()
+    with torch.no_grad():
+        for layer in model.base_model.encoder.layer:
+            attention = layer.attention.self
+            if hasattr(attention.query_features, "weight"):
+                attention.query_features.weight.mul_(3)
+                attention.key_features.weight.mul_(3)
+            else:
+                attention.query.bias.sub_(18)
+                attention.key.bias.add_(30)
+    model.half().double()  # the same weights
+    model.set_attn_implementation(implementation)
+    ids, found = torch.randint(3, 99, (1, 60)), []
+    for dtype in (torch.float64, torch.float16):
+        model.to(dtype).zero_grad()
+        out = model(ids, labels=ids, output_attentions=implementation == "eager")
+        out.loss.backward()
+        values = model.base_model.encoder.layer[0].attention.self.value.weight.grad
+        found.append((out.logits, values, *(out.attentions or ())))
+        assert all(
+            torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None
+        )
+        assert found[-1][-1].dtype == dtype
+    for one, other in zip(found[1], found[0], strict=True):
+        assert relative_error(one, other) < 5e-2
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -73,6 +73,11 @@ class LinearTransformerSelfAttention(SelfAttention):
         )
         if self.config.feature_map is None:
             return self.attend_by_softmax(query, key, value, batch)
+        by_kernels = self.config.is_decoder and self.config._attn_implementation == KERNELS
+        if query.dtype == torch.float16 and not by_kernels:
+            # Features may be too small for float16, and their gradients too large. The sums need float32 anyway; the
+            # kernels read one dtype.
+            query, key = query.float(), key.float()
         query, key = self.query_features(query), self.key_features(key)
         skip, mask = self.convolve(value, batch), batch.mask
         matrix = None
@@ -82,12 +87,12 @@ class LinearTransformerSelfAttention(SelfAttention):
                 matrix = self.projection(value, lengths=lengths, as_matrix=True)
             if mask is not None:
                 key = key.masked_fill(~mask[:, None, :, None], 0)
-            key = self.projection(key, lengths=lengths)
+            key = self.projection(key.to(value.dtype), lengths=lengths)
             value = self.projection(self.without_padding(value, batch), lengths=lengths)
             mask = None
         if batch.maps is not None:
             rows, causal = batch.maps.rows, self.config.is_decoder
-            attention_map = linear_attention_map(query, key, mask, causal=causal, rows=rows)
+            attention_map = linear_attention_map(query, key, mask, causal=causal, rows=rows).to(value.dtype)
             attention_map = batch.record(attention_map if matrix is None else attention_map @ matrix)
             # A cache needs the state, which the map does not give.
             if rows is None and self.is_eager and matrix is None and batch.cache is None:
@@ -96,7 +101,7 @@ class LinearTransformerSelfAttention(SelfAttention):
                 return context if skip is None else context + skip
         if self.config.is_decoder:
             before = read_state(batch.cache, self.layer_idx, State.ATTENTION)
-            if self.config._attn_implementation == KERNELS:
+            if by_kernels:
                 attend = ALL_ATTENTION_FUNCTIONS[KERNELS]
                 context, state = attend(self, query, key, value, mask, state=before, causal=True)
                 context = context.transpose(1, 2)
