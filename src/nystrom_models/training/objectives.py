@@ -63,9 +63,9 @@ class Objective(ABC):
 
 def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sums and counts by row of values (T,), which belong to the T positions where the mask (B, ...) is true."""
-    rows = mask.nonzero()[:, 0]
-    sums = torch.zeros(mask.shape[0], dtype=torch.float32, device=mask.device).index_add(0, rows, values.float())
-    return sums, mask.flatten(1).sum(1).float()
+    # Not by index_add, which adds one value after the other, so that equal values are rounded in one direction.
+    spread = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values.float())
+    return spread.flatten(1).sum(1), mask.flatten(1).sum(1).float()
 
 
 def classification_scores(
