@@ -158,6 +158,20 @@ def test_a_linformers_output_has_its_bias_after_the_projection():
         torch.testing.assert_close(output[0], own_map[0] @ (layer.value[0] - bias) + bias, rtol=1e-4, atol=1e-4)
 
 
+def test_a_large_convolution_leaves_no_rounding_errors_in_the_output_without_it():
+    model, inputs = make_model("LinearTransformer", conv_kernel_size=5), padded_batch([23])
+    modules = [layer.attention.self for layer in model.encoder.layer]
+    convolutions = [module.conv for module in modules]
+    with torch.no_grad():
+        for convolution in convolutions:
+            convolution.weight.mul_(1e5)
+    found = []
+    visit_attention(model, inputs, lambda layer: found.append((layer, *layer.own(torch.arange(23)))))
+    for layer, own_map, output in found:
+        torch.testing.assert_close(output, own_map @ layer.value, rtol=1e-3, atol=1e-5)
+    assert [module.conv for module in modules] == convolutions
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_nystromformers_map_is_that_of_the_measure(side):
     model, inputs = make_model("Nystromformer", num_landmarks=8), padded_batch(LENGTHS, side)

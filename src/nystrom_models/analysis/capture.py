@@ -131,9 +131,13 @@ def _shows(name: str, index: int, visit: Visit) -> Callable[[nn.Module, tuple[An
         def own(rows: Tensor) -> tuple[Tensor, Tensor]:
             # Without the order of the batch as given, so that tokens stay in the order of `query`, by rank.
             by_rank = replace(batch, maps=AttentionMaps(rows), order=None, ranks=None, given_mask=batch.mask)
-            context = module.attend(hidden_states, by_rank)
-            skip = module.convolve(value, batch)
-            return by_rank.maps.collected[0], (context if skip is None else context - skip)[:, :, rows]
+            # Subtracting the convolution from the result would leave the rounding errors of both.
+            convolution, module.conv = module.conv, None  # type: ignore[assignment]
+            try:
+                context = module.attend(hidden_states, by_rank)
+            finally:
+                module.conv = convolution
+            return by_rank.maps.collected[0], context[:, :, rows]
 
         visit(
             LayerAttention(
