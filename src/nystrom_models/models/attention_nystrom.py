@@ -55,7 +55,8 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6) -> Tensor:
 
     Args:
         matrix: (..., m, m) float32 or float64. A zero row and column stays zero, so matrices may be padded.
-        iterations: number of steps.
+        iterations: number of steps. Each makes the rounding errors of a singular matrix about three times as large: in
+            float32, 20 steps leave a few digits, and 35 give NaN.
 
     Returns: (..., m, m), of the same dtype.
     """
