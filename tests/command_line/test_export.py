@@ -178,10 +178,21 @@ def test_configuration_and_tokenizer_are_those_of_the_exported_model(folder, tmp
     deployment.export_folder(model, tokenizer, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LinformerForMaskedLM"]
-    for code in config.get("auto_map", {}).values():
-        assert (tmp_path / f"{code.split('.')[0]}.py").is_file()
+    # Of the code of the checkpoint, only that of the configuration is there.
+    assert config["auto_map"] == {"AutoConfig": "configuration_linformer.LinformerConfig"}
+    assert (tmp_path / "configuration_linformer.py").is_file()
     encoded = AutoTokenizer.from_pretrained(tmp_path)(TEXT)
     assert set(encoded) == set(deployment.model_inputs(tokenizer)) and len(encoded["input_ids"]) > 8
+
+
+def test_beside_a_checkpoint_its_configuration_keeps_all_of_its_code(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)
+    checkpoint = shutil.copytree(folder / "model", tmp_path / "model")
+    before = json.loads((checkpoint / "config.json").read_text())["auto_map"]
+    assert len(before) > 1
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    deployment.export_folder(load_for_export(checkpoint), tokenizer, checkpoint)
+    assert json.loads((checkpoint / "config.json").read_text())["auto_map"] == before
 
 
 @torch.no_grad()

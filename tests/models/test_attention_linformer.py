@@ -110,8 +110,9 @@ def test_means_of_large_slots_in_half_precision(dtype, mean):
     torch.testing.assert_close(means.double(), expected, rtol=1.1 * rounding, atol=0.0)
     matrix = projection_matrix(states, None, "mean_pool", 257, None)
     assert matrix.dtype == dtype
+    # Just below a power of two, numbers are rounded by half as much: less than 1 / 256 differs from 1 / 257.
     torch.testing.assert_close(
-        matrix.amax(dim=-1).double(), torch.full((1, 1, 4), 1 / 257).double(), rtol=1.1 * rounding, atol=0.0
+        matrix.amax(dim=-1).double(), torch.full((1, 1, 4), 1 / 257).double(), rtol=0.6 * rounding, atol=0.0
     )
 
 

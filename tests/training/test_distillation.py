@@ -170,6 +170,9 @@ def test_a_teacher_is_scored_on_the_tokens_that_it_sees(bert, batch, tokenizer, 
         own = PretrainingObjective().scores(student(**batch), batch)
         windows = teacher.cutter.cut(batch)
         logits = windows.take_back(teacher.model(**windows.inputs).logits)
+        # In the precision of the run.
+        objective.accelerator = SimpleNamespace(autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+        assert objective.forward(student, batch)[1].dtype == torch.bfloat16
     assert scores.keys() == own.keys() | {"teacher_mlm_loss", "teacher_mlm_accuracy"}
     for name, (sums, counts) in own.items():
         assert torch.equal(scores[name][0], sums) and torch.equal(scores[name][1], counts), name
