@@ -82,6 +82,13 @@ def test_a_full_disk_leaves_an_earlier_export_as_it_was(folder, tmp_path, capsys
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == earlier
 
 
+def test_a_failure_leaves_no_new_folder(folder, tmp_path):
+    model, tokenizer = load_for_export(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+    with pytest.raises(ValueError, match="training mode"):
+        deployment.export_folder(model.train(), tokenizer, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_folders_of_an_earlier_export_are_filled_anew(folder, tmp_path, monkeypatch):
     """As that of the chat templates of a tokenizer that has several."""
     monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)

@@ -80,7 +80,8 @@ def _save_config(model: PreTrainedModel, partial: Path, folder: Path) -> None:
 @contextmanager
 def _moved_when_complete(folder: Path) -> Iterator[Path]:
     """A folder to write in. Its files take the place of those in `folder` after all are written: after a failure,
-    such as a full disk, those of an earlier export are as they were."""
+    such as a full disk, those of an earlier export are as they were, and a new folder is removed."""
+    existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / ".export.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -94,6 +95,8 @@ def _moved_when_complete(folder: Path) -> Iterator[Path]:
             path.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if not existed and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _quantize(path: Path, target: Path) -> None:
