@@ -177,8 +177,8 @@ def export_onnx(
     program.save(path)
     if verify and not (difference := compare_onnx(model, path)) <= TOLERANCE:
         raise RuntimeError(
-            f"ONNX Runtime's results from {path.name} differ from the model's by {difference:.1e} of the largest value: "
-            f"more than {TOLERANCE}. Another opset_version may help."
+            f"ONNX Runtime's results from {path.name} differ from the model's by {difference:.1e} of the largest "
+            f"value: more than {TOLERANCE}. Another opset_version may help."
         )
     return path
 
