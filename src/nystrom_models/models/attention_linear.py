@@ -44,9 +44,9 @@ def elu_features(states: Tensor) -> Tensor:
     It is computed as max(x, 0) + exp(min(x, 0)): for negative x, elu(x) + 1 = (exp(x) - 1) + 1 would keep few digits
     of exp(x), in bfloat16 none below -6. Besides, graphs record wrong strides for the gradient of elu (PyTorch 2.13).
     """
-    if torch.is_grad_enabled() and not is_tracing(states):
-        return _EluFeatures.apply(states)
-    return F.relu(states) + states.clamp_max(0).exp()
+    if is_tracing(states):
+        return F.relu(states) + states.clamp_max(0).exp()
+    return _EluFeatures.apply(states) if torch.is_grad_enabled() else _EluFeatures.forward(states)
 
 
 class _EluFeatures(torch.autograd.Function):
@@ -56,7 +56,7 @@ class _EluFeatures(torch.autograd.Function):
 
     @staticmethod
     def forward(states: Tensor) -> Tensor:
-        return F.relu(states) + states.clamp_max(0).exp()
+        return states.clamp_max(0).exp_().add_(F.relu(states))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -100,15 +100,10 @@ class TeacherArguments:
         },
     )
 
-    def teaching_flags(self) -> list[str]:
-        """The names of the given flags that say how a teacher trains the model."""
-        names = (*_DEFAULTS, "attention_matching_learning_rate")
-        return [name for name in names if getattr(self, name) is not None]
-
     def __post_init__(self):
         rate = "attention_matching_learning_rate"
+        given = [name for name in (*_DEFAULTS, rate) if getattr(self, name) is not None]
         if self.teacher_model_name_or_path is None:
-            given = self.teaching_flags()
             if given:
                 raise ValueError(f"--{given[0]} needs a teacher: also give {FLAG}.")
             return

@@ -82,10 +82,7 @@ class PretrainingArguments(LoraArguments, TeacherArguments, LanguageModelingArgu
 
     def __post_init__(self):
         LanguageModelingArguments.__post_init__(self)
-        if self.do_train:
-            TeacherArguments.__post_init__(self)
-        elif given := self.teaching_flags():
-            raise ValueError(f"--no_do_train does not train: leave out --{given[0]}.")
+        TeacherArguments.__post_init__(self)
         LoraArguments.__post_init__(self)
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
             raise ValueError(f"--pad_to_multiple_of must be at least 1, but is {self.pad_to_multiple_of}.")
