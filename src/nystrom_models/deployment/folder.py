@@ -101,13 +101,15 @@ def _moved_when_complete(folder: Path) -> Iterator[Path]:
 
 def _quantize(path: Path, target: Path) -> None:
     """Writes an ONNX file with 8-bit weights."""
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from onnxruntime.quantization import quantize_dynamic
 
     logging.disable(logging.WARNING)  # it recommends preprocessing, which changes nothing here
     try:
         quantize_dynamic(path, target, per_channel=True, reduce_range=True)
-    except DecodeError as error:  # of a file that ONNX Runtime itself has written, without noticing a full disk
+    except Exception as error:
+        # protobuf's error for a file that ONNX Runtime itself has written, without noticing a full disk
+        if type(error).__name__ != "DecodeError":
+            raise
         raise OSError(f"{target.name} cannot be written, maybe because the disk is full: {error}") from error
     finally:
         logging.disable(logging.NOTSET)
