@@ -8,10 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
@@ -24,6 +22,7 @@ from ..models.attention_nystrom import (
     nystrom_cross_attention_map,
     scaled_query,
 )
+from ..models.masked_attention import attention_weights
 from ..models.self_attention import SelfAttention
 from .masks import key_mask_of, segments_of
 from .settings import IMPLEMENTATION, settings_of
@@ -206,12 +205,4 @@ def _exact_attention(
     _reject_changes(module, options)
     _reject_causal(module, query, attention_mask, is_causal)
     key = repeat_kv(key, query.shape[1] // key.shape[1])
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    # As in `masked_attention.attention_weights`: scores need float32.
-    with maybe_autocast(device_type=query.device.type, enabled=False):
-        scores = query.to(dtype) @ key.to(dtype).mT * (query.shape[3] ** -0.5 if scaling is None else scaling)
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attention_mask, torch.finfo(dtype).min)
-        elif attention_mask is not None:
-            scores = scores + attention_mask
-        return context, torch.softmax(scores, dim=-1).to(query.dtype)
+    return context, attention_weights(query, key, attention_mask, scaling)

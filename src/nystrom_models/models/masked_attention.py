@@ -147,7 +147,8 @@ def _unequal_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
     """softmax(query keyᵀ · scaling), (B, H, N, K), in float32 at least inside; scaling is 1 / √D by default.
 
-    mask: bool, broadcast to the weights, True where a query sees a key; None for all.
+    mask: broadcast to the weights; bool, True where a query sees a key, or numbers that are added to the scores; None
+        for all.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     # Scores in half precision would keep two or three digits, and their errors become those of the weights, times the
@@ -156,7 +157,8 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: 
         scores = query.to(dtype) @ key.to(dtype).transpose(-2, -1)
         scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         if mask is not None:
-            scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
+            hidden = torch.finfo(dtype).min
+            scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
         return torch.softmax(scores, dim=-1).to(query.dtype)
 
 
