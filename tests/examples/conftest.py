@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from nystrom_models import NystromformerConfig, NystromformerForPreTraining
 from nystrom_models.data import train_tokenizer
@@ -25,6 +26,12 @@ def write_rows(tmp_path_factory):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def launched_with_fsdp2(monkeypatch):
+    """Accelerate's processes refuse what they refuse with FSDP2, which needs GPUs."""
+    monkeypatch.setattr(AcceleratorState, "is_fsdp2", property(lambda state: True))
 
 
 @pytest.fixture(scope="session")

@@ -198,6 +198,15 @@ def test_the_pipeline_generates(trained):
     assert together[1] == generate(["Then the cow came"], max_new_tokens=8, do_sample=False)[0]
 
 
+@pytest.mark.usefixtures("launched_with_fsdp2")
+def test_a_model_is_evaluated_where_training_would_divide_its_weights(trained, corpus, tmp_path):
+    output, results, _ = trained
+    arguments = ["--model_name_or_path", str(output), "--train_file", f"{corpus}/train.txt", *OPTIONS.split()]
+    arguments += ["--cache_dir", f"{corpus}/cache", "--output_dir", str(tmp_path), "--no_do_train"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert run_clm.main(arguments)["validation"] == pytest.approx(results["validation"], rel=1e-5)
+
+
 def test_a_model_is_evaluated_and_trained_on(trained, corpus, tmp_path):
     output, results, _ = trained
     shared = ["--model_name_or_path", str(output), "--train_file", f"{corpus}/train.txt", *OPTIONS.split()]

@@ -72,6 +72,13 @@ def test_entities_are_found_in_texts_that_are_longer_than_the_model(trained):
     assert sum(a == b for a, b in pairs) / len(pairs) > 0.99
 
 
+@pytest.mark.usefixtures("launched_with_fsdp2")
+def test_a_model_is_evaluated_where_training_would_divide_its_weights(trained, rows, write_rows, tmp_path):
+    options = ["--validation_file", write_rows(rows(20, seed=500)), "--label_all_tokens", "--no_do_train"]
+    results = run(f"{trained[0]}/output", tmp_path, *options)
+    assert results["validation"] == pytest.approx(trained[1]["validation"], rel=1e-5)
+
+
 def test_what_was_divided_is_said(trained, checkpoint, rows, write_rows, tmp_path, capsys):
     file = write_rows([*rows(3, length=5), {"tokens": [], "ner_tags": []}, *rows(2)])
     run(f"{trained[0]}/output", tmp_path, "--validation_file", file, "--no_do_train", "--max_seq_length", "40")

@@ -388,6 +388,14 @@ def test_a_model_is_evaluated_without_training(trained, corpus, tmp_path):
         run(corpus, tmp_path, "--no_do_train", family=family)
 
 
+@pytest.mark.usefixtures("launched_with_fsdp2")
+def test_a_model_is_evaluated_where_training_would_divide_its_weights(trained, corpus, tmp_path):
+    _, output, results, _ = trained
+    arguments = ["--model_name_or_path", str(output), "--train_file", f"{corpus}/train.txt", *OPTIONS]
+    arguments += ["--cache_dir", f"{corpus}/cache", "--output_dir", str(tmp_path), "--no_do_train"]
+    assert run_pretraining.main(arguments)["validation"] == pytest.approx(results["validation"], rel=1e-5)
+
+
 @pytest.mark.parametrize("source", ["file", "stream", "hub"])
 def test_documents_to_evaluate_on_are_enough_without_training(source, trained, corpus, tmp_path):
     _, output, results, _ = trained

@@ -32,7 +32,7 @@ from .language_modeling import (
 )
 from .objectives import CausalObjective
 from .optimization import OptimizationArguments
-from .run import finish_run, prepare_model, start_run
+from .run import finish_run, prepare_model, prepare_to_evaluate, start_run
 from .saving import save_pretrained
 from .scores import evaluate
 
@@ -194,7 +194,7 @@ def train_causal(
         if args.model_name_or_path is not None:
             identity["model"] = weights_digest(args.model_name_or_path, config)
         if not args.do_train:
-            results: dict[str, dict[str, Any]] = {"validation": scores(accelerator.prepare(model))}
+            results: dict[str, dict[str, Any]] = {"validation": scores(prepare_to_evaluate(accelerator, model))}
             finish_run(accelerator, None, results, (args, optimization), identity, {})
             return results
 

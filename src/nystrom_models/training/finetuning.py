@@ -32,7 +32,7 @@ from .launch import launched_processes
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .results import validation_metrics
-from .run import final_scores, finish_run, prepare_model, start_run, start_trackers, train_model
+from .run import final_scores, finish_run, prepare_model, prepare_to_evaluate, start_run, start_trackers, train_model
 from .saving import save_pretrained
 from .scores import Outputs, predict_rows
 from .splits import sample
@@ -437,7 +437,7 @@ def finetune(
         identity = finetuning_identity(args, optimization, content or content_digests(args, splits))
         args, batch_size = run.args, optimization.per_device_eval_batch_size
         if not args.do_train:
-            model = accelerator.prepare(run.model)
+            model = prepare_to_evaluate(accelerator, run.model)
             scored = run.validate(model, batch_size) | run.write_tests(model, batch_size)
             finish_run(accelerator, None, scored, (args, optimization), identity, {})
             return scored

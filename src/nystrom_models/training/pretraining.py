@@ -44,7 +44,7 @@ from .language_modeling import (
 from .lora import LoraArguments, add_lora
 from .objectives import Objective, PretrainingObjective
 from .optimization import OptimizationArguments
-from .run import finish_run, prepare_model, start_run
+from .run import finish_run, prepare_model, prepare_to_evaluate, start_run
 from .saving import bare_model, save_pretrained
 from .scores import evaluate
 from .sharding import SHARDED
@@ -330,7 +330,7 @@ def pretrain(
         if not args.do_train:
             teacher = _teacher(accelerator, args, tokenizer, identity)
             both = None if teacher is None else ScoresBesideTeacher(teacher.to(accelerator.device), accelerator)
-            found = held_out_scores(accelerator, accelerator.prepare(model), held_out, both)
+            found = held_out_scores(accelerator, prepare_to_evaluate(accelerator, model), held_out, both)
             results: dict[str, dict[str, Any]] = {"validation": found}
             finish_run(accelerator, None, results, (args, optimization), identity, {})
             return results

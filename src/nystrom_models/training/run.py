@@ -138,6 +138,13 @@ def prepare_model(model: PreTrainedModel, args: RunArguments) -> None:
         getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
 
 
+def prepare_to_evaluate(accelerator: Accelerator, model: PreTrainedModel) -> nn.Module:
+    """The model on this process's device, for an evaluation alone, in which no weights are divided over processes:
+    FSDP2 does not divide a model without its optimizer."""
+    prepared: nn.Module = accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
+    return prepared
+
+
 def train_model(
     accelerator: Accelerator,
     model: PreTrainedModel,
