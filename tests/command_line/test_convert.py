@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,13 +258,13 @@ def test_text_is_read_without_the_extras(source, tmp_path):
 def test_a_full_disk_or_ctrl_c_leaves_no_part_of_a_model(
     source, tmp_path, capsys, monkeypatch, where, method, error, existed
 ):
-    out, write = tmp_path / "out", getattr(where, method)
+    out, write = tmp_path / "new" / "out", getattr(where, method)
     if existed:
-        out.mkdir()
+        out.mkdir(parents=True)
 
     def fail(self, folder, *args, **kwargs):
         write(self, folder, *args, **kwargs)
-        (out / "folder").mkdir()
+        Path(folder, "folder").mkdir()
         raise error
 
     with monkeypatch.context() as patch:
@@ -274,10 +275,19 @@ def test_a_full_disk_or_ctrl_c_leaves_no_part_of_a_model(
         assert status == 130
     else:
         assert status == 1 and f"Writing the model to {out} failed" in shown and "No space left" in shown, shown
-    assert list(out.iterdir()) == [] if existed else not out.exists()
+    assert list(out.iterdir()) == [] if existed else not out.parent.exists()
     # The same command can be given again.
     assert main(["convert", str(source), str(out)]) == 0
     AutoModelForSequenceClassification.from_pretrained(out)
+
+
+def test_what_a_killed_conversion_left_is_replaced(source, tmp_path):
+    partial = tmp_path / ".partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+    assert main(["convert", str(source), str(tmp_path)]) == 0
+    assert not partial.exists()
+    AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
 def test_a_failure_keeps_what_was_put_there_during_the_conversion(source, tmp_path, monkeypatch):

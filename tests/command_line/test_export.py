@@ -54,12 +54,13 @@ def test_a_model_is_exported_by_a_process_of_its_own(folder):
     torch.testing.assert_close(torch.from_numpy(logits)[valid], expected[valid], rtol=1e-4, atol=1e-4)
 
 
-def test_an_earlier_quantized_file_does_not_stay(folder, tmp_path, monkeypatch):
+def test_what_only_an_earlier_export_wrote_does_not_stay(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(deployment, "export_onnx", lambda model, path, **options: path)
-    (tmp_path / "model_quantized.onnx").touch()
+    for name in ("model_quantized.onnx", "model.onnx.data"):
+        (tmp_path / name).touch()
     model, tokenizer = load_for_export(folder / "model", None), AutoTokenizer.from_pretrained(folder / "model")
     assert deployment.export_folder(model, tokenizer, tmp_path) == {"onnx": tmp_path / "model.onnx"}
-    assert not (tmp_path / "model_quantized.onnx").exists()
+    assert not [path.name for path in tmp_path.iterdir() if "quantized" in path.name or path.suffix == ".data"]
 
 
 def test_a_full_disk_leaves_an_earlier_export_as_it_was(folder, tmp_path, capsys, monkeypatch):
@@ -100,7 +101,7 @@ def test_folders_of_an_earlier_export_are_filled_anew(folder, tmp_path, monkeypa
         (templates / f"{name}.jinja").write_text("earlier")
     deployment.export_folder(model, tokenizer, tmp_path)
     assert {path.stem: path.read_text() for path in templates.iterdir()} == {"tool_use": "new", "mine": "earlier"}
-    assert (tmp_path / "config.json").is_file() and not (tmp_path / ".export.partial").exists()
+    assert (tmp_path / "config.json").is_file() and not (tmp_path / ".partial").exists()
 
 
 @pytest.mark.parametrize("given", [None, ["input_ids"]])

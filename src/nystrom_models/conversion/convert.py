@@ -5,11 +5,9 @@ Where the result computes exact attention, it is the same function as the source
 same weights.
 """
 
-import contextlib
 import dataclasses
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint import load_tokenizer
+from ..complete_folder import PARTIAL, moved_when_complete
 from ..models.configuration_base import BaseConfig
 from .comparison import ROWS, compared_lengths, measure_differences
 from .configurations import check_config
@@ -244,36 +243,19 @@ def convert_checkpoint(
         tokenizer.model_max_length = config.max_position_embeddings
     # AutoTokenizer loads it as the general class, which does not know that BERT has token types.
     tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
-    with _complete_or_empty(output_dir):
-        model.save_pretrained(output_dir)
-        tokenizer.save_pretrained(output_dir)
-        if save_report:
-            report.save(output_dir)
+    try:
+        with moved_when_complete(Path(output_dir)) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            if save_report:
+                report.save(partial)
+    except Exception as error:  # of any library
+        raise OSError(f"Writing the model to {output_dir} failed, and nothing of it is left there: {error}") from error
     return (model, report) if return_report else model
 
 
-@contextlib.contextmanager
-def _complete_or_empty(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Removes what was written into a folder, if it was not all: the same command would refuse the folder, and it may
-    look like a model. The error may come from any library. What others have put there since the folder was found to be
-    empty, which may be many minutes ago, is kept."""
-    folder = Path(output_dir)
-    existed = folder.exists()
-    kept = set(folder.iterdir()) if folder.is_dir() else set()
-    try:
-        yield
-    except BaseException as error:
-        for path in set(folder.iterdir()) - kept if folder.is_dir() else ():
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        if not existed and folder.is_dir():
-            folder.rmdir()
-        if not isinstance(error, Exception):  # Ctrl-C
-            raise
-        raise OSError(f"Writing the model to {folder} failed, and nothing of it is left there: {error}") from error
-
-
 def check_output_dir(output_dir: str | os.PathLike) -> None:
-    """Raises ValueError unless a folder is new or empty."""
+    """Raises ValueError unless a folder is new or empty, but for what a conversion that was killed has left."""
     folder = Path(output_dir)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(path.name != PARTIAL for path in folder.iterdir())):
         raise ValueError(f"output_dir={str(output_dir)!r} exists and is not an empty folder: choose another.")

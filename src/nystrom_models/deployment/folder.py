@@ -4,9 +4,7 @@
 import json
 import logging
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedToken
 from transformers.utils import CONFIG_NAME
 
 from ..checkpoint import load_complete, save_tokenizer
+from ..complete_folder import moved_when_complete
 from ..models.configuration_base import BaseConfig
 from .onnx import INPUT_NAMES, export_onnx, require_packages
 
@@ -77,28 +76,6 @@ def _save_config(model: PreTrainedModel, partial: Path, folder: Path) -> None:
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def _moved_when_complete(folder: Path) -> Iterator[Path]:
-    """A folder to write in. Its files take the place of those in `folder` after all are written: after a failure,
-    such as a full disk, those of an earlier export are as they were, and a new folder is removed."""
-    existed = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / ".export.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        yield partial
-        # Files only: a folder, such as that of a tokenizer's chat templates, cannot take the place of another.
-        for path in [path for path in partial.rglob("*") if path.is_file()]:
-            target = folder / path.relative_to(partial)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not existed and not any(folder.iterdir()):
-            folder.rmdir()
-
-
 def _quantize(path: Path, target: Path) -> None:
     """Writes an ONNX file with 8-bit weights."""
     from onnxruntime.quantization import quantize_dynamic
@@ -139,15 +116,17 @@ def export_folder(
     require_packages("onnx", "onnxscript", "onnxruntime")
     folder = Path(folder)
     names = model_inputs(tokenizer) if input_names is None else input_names
-    with _moved_when_complete(folder) as partial:
+    with moved_when_complete(folder) as partial:
         path = export_onnx(model, partial / "model.onnx", input_names=names, opset_version=opset_version, verify=True)
         _save_config(model, partial, folder)
         save_tokenizer(tokenizer, partial)
         if quantize:
             _quantize(path, partial / "model_quantized.onnx")
+        written = {file.name for file in partial.iterdir()}
+    # What only an earlier export wrote, maybe of another model: 8-bit weights, and the weights of a large model.
+    for name in {"model_quantized.onnx", "model.onnx.data"} - written:
+        (folder / name).unlink(missing_ok=True)
     files = {"onnx": folder / path.name}
     if quantize:
         files["int8"] = folder / "model_quantized.onnx"
-    else:
-        (folder / "model_quantized.onnx").unlink(missing_ok=True)  # of an earlier export, maybe of another model
     return files
