@@ -12,6 +12,8 @@ from transformers import (
     EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
 )
 
 from nystrom_models import LinearTransformerConfig
@@ -57,6 +59,31 @@ def test_train_generate_save_and_load(option, decoder, tmp_path):
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
     assert isinstance(loaded, EncoderDecoderModel) and type(loaded.encoder) is type(model.encoder)
     assert torch.equal(loaded.eval()(**inputs, labels=labels).logits, outputs.logits)
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu"])
+def test_a_trainer_evaluates_the_texts_that_are_written(option, tmp_path):
+    """It gives the labels to `generate()`, which gives them to the encoder."""
+    model = make_pair(option, "bert", tmp_path)
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path / "run"),
+        predict_with_generate=True,
+        generation_max_length=6,
+        per_device_train_batch_size=3,
+        max_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    inputs = padded_inputs() | {"labels": torch.randint(3, 99, (3, 7))}
+    rows = [{name: tensor[row] for name, tensor in inputs.items()} for row in range(3)]
+    trainer = Seq2SeqTrainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    predicted = trainer.predict(rows, max_length=6)
+    written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_length=6)
+    assert predicted.predictions[:, : written.shape[1]].tolist() == written.tolist()
+    assert predicted.metrics["test_loss"] > 0
 
 
 def test_a_family_as_the_decoder_is_refused_by_name():
