@@ -82,7 +82,17 @@ def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedT
             tokens.
     """
     require_possible(name)
-    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    except (OSError, ValueError):
+        # Transformers would name packages of other kinds of tokenizers.
+        wanted = ("config.json", "tokenizer_config.json", "tokenizer.json")
+        if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in wanted):
+            raise ValueError(
+                f"The folder {str(name)!r} has no model and no tokenizer: none of {', '.join(wanted)}. A training run "
+                "writes them when it ends, and before that to its checkpoints."
+            ) from None
+        raise
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(
             f"{str(name)!r} has no tokenizer: save one there with tokenizer.save_pretrained(), or give another one."

@@ -195,6 +195,14 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(folder, tmp_path, capsys):
     assert "has no tokenizer: save one there" in capsys.readouterr().err
 
 
+def test_the_folder_of_an_unfinished_run_is_no_model(folder, tmp_path, capsys):
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    flags = ["--text_file", str(folder / "text.txt"), "--output_dir", str(tmp_path / "out")]
+    assert main(["inspect", str(tmp_path / "run"), *flags]) == 1
+    error = capsys.readouterr().err
+    assert "run' has no model and no tokenizer" in error and "sentencepiece" not in error
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -79,6 +79,7 @@ def test_without_steps_nothing_changes_and_no_start_gets_worse(source):
     for matching in (Matching(steps=0), Matching(steps=3, learning_rate=1e3)):
         model, report = convert(source, config, sample=sample, matching=matching, return_report=True)
         assert all(start.after == start.before for start in report.feature_maps)
+        assert "Feature maps, as in a new model; on held-out rows:" in str(report)
         assert {o.how for o in report.origins if "_features" in o.name} == {"as in a new model, to be trained"}
         for name, parameter in model.named_parameters():
             if "_features" in name:

@@ -140,7 +140,9 @@ class ConversionReport:
                 ],
             )
         if self.feature_maps:
-            lines.append("Feature maps, matched to the source's attention; on held-out rows:")
+            matched = any(start.after < start.before for start in self.feature_maps)
+            how = "matched to the source's attention" if matched else "as in a new model"
+            lines.append(f"Feature maps, {how}; on held-out rows:")
             lines += _table(
                 ["layer", "cross entropy before", "after", "least", "output error before", "after"],
                 [
