@@ -227,9 +227,12 @@ class RowLoader:
     def _rows_per_step(self, num_processes: int) -> int:
         rows = self.micro_batch * self.accumulation * num_processes
         if rows > len(self.dataset):
+            most = len(self.dataset) // (self.accumulation * num_processes)
+            works = f"--per_device_train_batch_size {most} works" if most else "lower --gradient_accumulation_steps"
             raise ValueError(
-                f"The training set has {len(self.dataset)} rows, fewer than the {rows} of one optimizer step: lower "
-                "--per_device_train_batch_size or --gradient_accumulation_steps."
+                f"The training set has {len(self.dataset)} rows, fewer than the {rows} of one optimizer step "
+                f"(--per_device_train_batch_size {self.micro_batch} × --gradient_accumulation_steps "
+                f"{self.accumulation} × {num_processes} {'process' if num_processes == 1 else 'processes'}): {works}."
             )
         return rows
 
