@@ -49,9 +49,10 @@ def test_metrics_of_several_labels():
 
 
 @pytest.mark.parametrize("values", [([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0])], ids=["one row", "a constant"])
-def test_a_correlation_that_is_not_defined(values):
+def test_a_correlation_that_is_not_defined(values, recwarn):
     result = load_metric("regression").compute(predictions=values[0], references=values[1])
     assert math.isnan(result["pearson"]) and math.isnan(result["spearmanr"]) and result["mse"] > 0
+    assert not [warning for warning in recwarn if "constant" in str(warning.message)]
 
 
 @pytest.mark.parametrize(

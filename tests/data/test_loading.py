@@ -221,7 +221,9 @@ def test_evaluation_goes_from_short_rows_to_long_ones():
 
 
 def test_what_cannot_be_divided_into_steps():
-    with pytest.raises(ValueError, match=r"2 rows, .* 4 × .* 1 × 1 process\): --per_device_train_batch_size 2 works\."):
+    with pytest.raises(
+        ValueError, match=r"2 rows, .* 4 × .* 1 × 1 process\): --per_device_train_batch_size 2 works\."
+    ):
         RowLoader(dataset([1, 2]), collate, 4).steps_per_epoch()
     loader = RowLoader(dataset([1] * 30), collate, 4, gradient_accumulation_steps=5)
     with pytest.raises(ValueError, match=r"the 40 of .* 5 × 2 processes\): --per_device_train_batch_size 3 works\."):

@@ -2,6 +2,7 @@
 """GLUE's official metrics, and those of other classification and regression data, as a module for `evaluate`."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import datasets
 import evaluate
 import numpy as np
-from scipy.stats import pearsonr, spearmanr
+from scipy.stats import ConstantInputWarning, pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 
 _DESCRIPTION = """\
@@ -40,7 +41,11 @@ _CITATION = """\
 
 def _correlation(correlate: Callable[..., Any], references: Sequence[float], predictions: Sequence[float]) -> float:
     """A correlation, as `scipy` computes it. That of fewer than two rows is NaN."""
-    return correlate(references, predictions)[0] if len(references) > 1 else math.nan
+    if len(references) < 2:
+        return math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConstantInputWarning)  # that of a constant is NaN, as documented
+        return correlate(references, predictions)[0]
 
 
 def _f1(references: Any, predictions: Any, average: str) -> float:
