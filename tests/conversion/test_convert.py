@@ -336,7 +336,8 @@ def test_a_field_that_does_not_fit_is_named_with_the_value_that_does(field, valu
     source.save_pretrained(tmp_path)
     config = copy.deepcopy(converted_config(source))
     setattr(config, field, value)
-    with pytest.raises(ValueError, match=f"set {field}={needed}, or"):
+    flag = rf"\(--config_overrides {field}={str(needed).strip(chr(39))}\)"
+    with pytest.raises(ValueError, match=f"set {field}={needed} {flag}, or"):
         convert(tmp_path, config)
 
 

@@ -143,7 +143,8 @@ def check_config(config: BaseConfig, source_config: PreTrainedConfig, head: str)
     if wrong:
         found = ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong)
         needed = ", ".join(f"{name}={expected[name]!r}" for name in wrong)
+        flag = ",".join(f"{name}={expected[name]}" for name in wrong)
         raise ValueError(
-            f"config has {found}, with which the source's weights cannot be used: set {needed}, or make config with "
-            "converted_config(), which takes them from the source."
+            f"config has {found}, with which the source's weights cannot be used: set {needed} (--config_overrides "
+            f"{flag}), or make config with converted_config(), which takes them from the source."
         )
