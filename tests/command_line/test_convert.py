@@ -141,13 +141,15 @@ def test_a_sample_is_any_file_of_documents(source, tmp_path):
     (tmp_path / "sample.txt.gz").write_bytes(gzip.compress(text))
     (tmp_path / "sample.md").write_bytes(text)
     (tmp_path / "sample.jsonl").write_text("\n".join(json.dumps({"text": text, "label": 0}) for text in documents))
+    (tmp_path / "sample.json").write_text(json.dumps([{"review": text, "text": 0} for text in documents]))
     weights = {}
     for file in (source / "text.txt", *tmp_path.glob("sample.*")):
         arguments = [source, tmp_path / f"from {file.name}", "--family", "linear_transformer", "--matching_steps", 2]
+        arguments += ["--text_column_name", "review"] if file.suffix == ".json" else []
         assert main(["convert", *map(str, arguments), "--sample_file", str(file)]) == 0
         weights[file.name] = load_file(tmp_path / f"from {file.name}" / "model.safetensors")
     expected = weights.pop("text.txt")
-    assert len(weights) == 3
+    assert len(weights) == 4
     for name, found in weights.items():
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[weight], expected[weight]) for weight in expected), name
@@ -325,7 +327,12 @@ def test_what_cannot_be_is_one_line(source, tmp_path, capsys):
         ([source, tmp_path / "out", "--sample_file", tmp_path / "flipped.txt.gz"], "flipped.txt.gz is damaged"),
         (
             [source, tmp_path / "out", "--sample_file", tmp_path / "ids.jsonl"],
-            "has no column 'text'; its columns are ['ids']",
+            "has no column 'text'; its columns are ['ids']: give --text_column_name.",
+        ),
+        ([source, tmp_path / "out", "--text_column_name", "ids"], "give both, or neither"),
+        (
+            [source, tmp_path / "out", "--sample_file", source / "text.txt", "--text_column_name", "ids"],
+            "is text, without columns: leave out --text_column_name",
         ),
         ([source, tmp_path / "out", "--sample_file", tmp_path / "none.txt"], "none.txt is not a file"),
         ([source, tmp_path / "out", "--family", "linformer", "--num_landmarks", 8], "no field num_landmarks"),

@@ -113,6 +113,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSONL, JSON, CSV, TSV or Parquet with a column text, or FASTA; each also .gz. Its beginning is used.",
     )
     parser.add_argument(
+        "--text_column_name",
+        metavar="COLUMN",
+        help="Column of --sample_file, if it is a table (default: text; of FASTA: sequence).",
+    )
+    parser.add_argument(
         "--matching_steps", type=int, metavar="STEPS", help="Training steps for each layer's feature map."
     )
     parser.add_argument("--revision", metavar="REVISION", help="Branch, tag or commit of a source on the Hub.")
@@ -129,7 +134,9 @@ def run(arguments: argparse.Namespace) -> None:
     source_config = read_config(arguments.source, **files)
     config = converted_config(source_config, arguments.family, **overrides)
     matching = None if arguments.matching_steps is None else Matching(steps=arguments.matching_steps)
-    sample = None if arguments.sample_file is None else read_texts(arguments.sample_file)
+    if arguments.text_column_name is not None and arguments.sample_file is None:
+        raise ValueError("--text_column_name is a column of --sample_file: give both, or neither.")
+    sample = None if arguments.sample_file is None else read_texts(arguments.sample_file, arguments.text_column_name)
     # The report, which is printed, contains all warnings.
     logger = logging.getLogger("nystrom_models.conversion")
     level = logger.level
@@ -152,18 +159,21 @@ def run(arguments: argparse.Namespace) -> None:
     print(report)
 
 
-def read_texts(path: str) -> Sequence[str]:
-    """The column `text` of a table, the sequences of a FASTA file, or the paragraphs of a text file, which are
-    separated by empty lines.
+def read_texts(path: str, column: str | None = None) -> Sequence[str]:
+    """A column of a table, by default `text`, or `sequence` of a FASTA file; or the paragraphs of a text file, which
+    are separated by empty lines.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ImportError: if a table is given, and `datasets` is not installed.
-        ValueError: if the file is not UTF-8 or damaged, or a table has a row without `text`.
+        ValueError: if the file is not UTF-8 or damaged, a table lacks the column or has a row without text, or a
+            column of a text file is given.
     """
-    column = TABLES.get(os.path.splitext(path.removesuffix(".gz"))[1].lower())
+    usual_column = TABLES.get(os.path.splitext(path.removesuffix(".gz"))[1].lower())
+    if usual_column is not None:
+        return _read_table(path, column or usual_column)
     if column is not None:
-        return _read_table(path, column)
+        raise ValueError(f"--sample_file {path} is text, without columns: leave out --text_column_name.")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"--sample_file {path} is not a file.")
     try:
@@ -185,5 +195,5 @@ def _read_table(path: str, column: str) -> Sequence[str]:
             f"--sample_file {path} needs {error.name}: pip install '.[train]' in the repository, or give a text file."
         ) from error
     rows = load_files(path, "--sample_file")
-    require_texts(rows, column, f"the file of --sample_file, {path},")
+    require_texts(rows, column, f"the file of --sample_file, {path},", "--text_column_name")
     return rows[column]

@@ -51,9 +51,9 @@ def require_column(dataset: Dataset, column: str, where: str, values: bool = Tru
             raise ValueError(f"The column {column!r} of {where} has no value in row {row}.")
 
 
-def require_texts(dataset: Dataset, column: str, where: str) -> None:
+def require_texts(dataset: Dataset, column: str, where: str, flag: str | None = None) -> None:
     """As [`require_column`]; and if the column holds something else than text."""
-    require_column(dataset, column, where)
+    require_column(dataset, column, where, flag=flag)
     dtype = getattr(dataset.features[column], "dtype", dataset.features[column])
     if dtype not in ("string", "large_string"):
         hint = " In .csv and .tsv files, a column that holds only numbers is never text: write the file as .jsonl."
