@@ -395,14 +395,16 @@ def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
     results, path = read(arguments.file), arguments.output or os.path.splitext(arguments.file)[0] + ".png"
     stem, ending = os.path.splitext(path)
     for scheme in arguments.color_schemes or [None]:
+        picture = path if scheme is None else f"{stem}-{scheme}{ending}"
         report.plot(
             results,
-            path if scheme is None else f"{stem}-{scheme}{ending}",
+            picture,
             workloads=arguments.workloads,
             contenders=arguments.contenders,
             labels=arguments.labels,
             color_scheme=scheme,
         )
+        print(f"Drawn: {picture}")
 
 
 def show_architectures() -> int:

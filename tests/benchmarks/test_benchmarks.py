@@ -392,10 +392,11 @@ def test_floor_is_the_slower_of_bytes_and_operations():
     assert report.floor_cell(row) == "40"
 
 
-def test_plot(tmp_path):
+def test_plot(tmp_path, capsys):
     path = tmp_path / "result.json"
     run(path, "--op", "linformer", "--lengths", "16", "32", "--contenders", "exact-sdpa")
     cli.main(["plot", str(path)])
+    assert f"Drawn: {tmp_path / 'result.png'}" in capsys.readouterr().out
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
 

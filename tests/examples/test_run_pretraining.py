@@ -435,6 +435,9 @@ def test_texts_without_an_order_are_refused_and_others_measured(corpus, tmp_path
         run(corpus, tmp_path / "one", *short, "--train_file", f"{tmp_path}/one.txt")
     _, history = run(corpus, tmp_path / "one", *short, "--train_file", f"{tmp_path}/one.txt", "--no_sentence_order")
     assert all(row["sop_loss"] is None for row in history if "sop_loss" in row)
+    # Scores that are not defined are not printed.
+    out = capsys.readouterr().out
+    assert "validation: mlm_accuracy" in out and "sop_loss" not in out
 
 
 def test_a_split_that_does_not_exist_is_not_held_out_instead(corpus, tmp_path):

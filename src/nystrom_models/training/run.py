@@ -312,7 +312,8 @@ def finish_run(
     if accelerator.is_main_process:
         for split, scores in results.items():
             if split != "train":
-                accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
+                shown = [f"{name} {value:.4g}" for name, value in scores.items() if not math.isnan(value)]
+                accelerator.print(f"{split}: " + ", ".join(shown))
         write_results(args.output_dir, results, *arguments, identity=identity)
         if state is not None:
             _describe(accelerator, state, arguments, metrics, **card)
