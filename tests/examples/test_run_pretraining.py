@@ -396,6 +396,18 @@ def test_a_model_is_evaluated_where_training_would_divide_its_weights(trained, c
     assert run_pretraining.main(arguments)["validation"] == pytest.approx(results["validation"], rel=1e-5)
 
 
+def test_masked_tokens_are_scored_without_a_head_for_the_order(trained, corpus, tmp_path):
+    """As after the conversion of a BERT that only predicts masked tokens."""
+    _, output, _, _ = trained
+    AutoModelForMaskedLM.from_pretrained(output).save_pretrained(tmp_path / "masked")
+    arguments = ["--model_name_or_path", f"{tmp_path}/masked", "--tokenizer_name", str(output), *OPTIONS]
+    arguments += ["--train_file", f"{corpus}/train.txt", "--output_dir", f"{tmp_path}/scored", "--no_do_train"]
+    with pytest.raises(ValueError, match=r"has no cls\.seq_relationship.* --no_sentence_order scores masked tokens"):
+        run_pretraining.main(arguments)
+    scored = run_pretraining.main([*arguments, "--no_sentence_order"])["validation"]
+    assert math.isfinite(scored["mlm_loss"]) and math.isnan(scored["sop_loss"])
+
+
 @pytest.mark.parametrize("source", ["file", "stream", "hub"])
 def test_documents_to_evaluate_on_are_enough_without_training(source, trained, corpus, tmp_path):
     _, output, results, _ = trained

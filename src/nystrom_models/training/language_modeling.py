@@ -204,11 +204,13 @@ def shapes_of_overrides(args: Any, config: PretrainedConfig) -> Iterator[None]:
         ) from error
 
 
-def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str]) -> None:
-    """Raises ValueError if a model is to be evaluated as it is, and lacks the weights `missing`."""
+def require_pretrained(args: LanguageModelingArguments, missing: Iterable[str], hint: str = "") -> None:
+    """Raises ValueError if a model is to be evaluated as it is, and lacks the weights `missing`. The message ends with
+    `hint`."""
     if not args.do_train and (names := sorted(missing)):
         raise ValueError(
             f"--no_do_train needs a model that was pretrained: {args.model_name_or_path} has no {', '.join(names)}."
+            f"{hint}"
         )
 
 

@@ -24,6 +24,9 @@ TRAINED = Path("lora", "trained.safetensors")
 _TARGETS = r".*\.attention\.(self\.(query|key|value)|output\.dense)"
 _ADAPTER = "default"
 
+# Parts of the names of the parameters that only the order of sentences needs.
+ORDER_PARAMETERS = (".pooler.", "cls.seq_relationship.")
+
 
 @dataclass(kw_only=True)
 class LoraArguments:
@@ -74,7 +77,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float, sentence_order: bo
         raise ImportError("--lora_r needs PEFT: pip install '.[lora]' in the repository.") from error
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=_TARGETS)  # type: ignore[arg-type]
     inject_adapter_in_model(config, model, _ADAPTER)
-    heads = (".pooler.", "cls.seq_relationship.") if sentence_order else ()
+    heads = ORDER_PARAMETERS if sentence_order else ()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_of_a_family(name) or any(head in f".{name}" for head in heads))
 
