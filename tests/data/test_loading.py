@@ -136,7 +136,7 @@ def test_steps_of_tokens(lengths, tokens, first, processes, grouped):
         assert sorted(row for e, row in seen if e == epoch) == list(range(len(lengths)))
     again = list(islice(loader._plans(processes, 0, plans[0][first].rows), 29 - first))
     assert again == plans[0][first + 1 :]
-    assert loader.steps_per_epoch() == total / tokens
+    assert loader.steps_per_epoch() == (math.ceil(total / tokens) if grouped else total / tokens)
     if grouped and processes == 1:
         ends = [plan.rows for plan in plans[0]]
         steps = ends.index(len(lengths)) + 1 if len(lengths) in ends else None
@@ -148,9 +148,11 @@ def test_steps_of_tokens(lengths, tokens, first, processes, grouped):
 )
 def test_an_epoch_of_grouped_steps_has_as_many_as_the_run_takes(lengths, tokens, steps):
     loader = RowLoader(dataset(lengths), collate, 4, tokens_per_step=tokens, group_by_length=True)
-    plans = list(islice(loader._plans(1, 0, 0), 2 + math.ceil(sum(lengths) / tokens)))
-    number = num_training_steps(loader, OptimizationArguments(num_train_epochs=1))
-    assert plans[number - 1].rows == len(lengths) and number == (steps or number)
+    plans = list(islice(loader._plans(1, 0, 0), 8 * math.ceil(sum(lengths) / tokens)))
+    for epochs in (1, 3, 7):
+        number = num_training_steps(loader, OptimizationArguments(num_train_epochs=epochs))
+        assert plans[number - 1].rows == epochs * len(lengths)
+        assert number == (epochs * steps if steps else number)
     # In floating-point numbers, 1.1 · 50 is more than 55.
     rows = RowLoader(dataset([8] * 400), collate, 8)
     assert num_training_steps(rows, OptimizationArguments(num_train_epochs=1.1)) == 55

@@ -297,7 +297,8 @@ class RowLoader:
     def steps_per_epoch(self, num_processes: int = 1) -> float:
         """As `TrainingLoader.steps_per_epoch`."""
         if self.tokens_per_step is not None:
-            return self.num_tokens / self.tokens_per_step
+            steps = self.num_tokens / self.tokens_per_step
+            return float(math.ceil(steps)) if self.group_by_length else steps  # grouped steps end with their epoch
         return len(self.dataset) / self._rows_per_step(num_processes)
 
     def step_size(self, num_processes: int = 1) -> str:
