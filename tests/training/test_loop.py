@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -121,6 +123,41 @@ def test_micro_batches_equal_one_batch(family, examples, tokenizer):
     assert_equal_weights(weights, divided_weights)
 
 
+def test_the_gradient_is_that_of_the_mean_losses(examples, tokenizer):
+    """As autograd alone gives it, neither larger nor smaller."""
+    model = tiny_model("linformer", tokenizer).double()
+    alone = copy.deepcopy(model).train()
+    [row] = pretrain(model, examples, tokenizer, micro_batch=4, accumulation=2, steps=1).history
+    [batch] = next(RowLoader(examples, PretrainingCollator(tokenizer), 8).steps()).batches
+    outputs = alone(**batch)
+    (outputs.mlm_loss + outputs.sop_loss).backward()
+    norms = [parameter.grad.norm() for parameter in alone.parameters() if parameter.grad is not None]
+    expected = {"mlm_loss": outputs.mlm_loss, "sop_loss": outputs.sop_loss, "grad_norm": torch.stack(norms).norm()}
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(float(value.detach()), rel=1e-6), name
+
+
+def test_a_batch_that_does_not_count_leaves_no_trace(examples, tokenizer):
+    """A process that has no rows left computes one: no part of the gradient, of the log or of the tokens."""
+    collator = PretrainingCollator(tokenizer)
+
+    class WithOneMore(RowLoader):
+        def steps(self, *arguments):
+            more = collator([examples[100], examples[101]])
+            for step in super().steps(*arguments):
+                yield replace(step, batches=[more, *step.batches, more], num_rows=[0, *step.num_rows, 0])
+
+    def run(kind):
+        model, args = tiny_model("linformer", tokenizer).double(), OptimizationArguments(8, max_train_steps=3)
+        loader = kind(examples, collator, 8)
+        state = train(create_accelerator(), model, PretrainingObjective(), loader, args, logging_steps=1)
+        return state.history, model.state_dict()
+
+    (plain, weights), (more, weights_of_more) = run(RowLoader), run(WithOneMore)
+    assert_equal_histories(plain, more)
+    assert_equal_weights(weights, weights_of_more)
+
+
 def test_a_loss_that_is_not_finite_stops_before_the_weights(examples, tokenizer):
     class Breaks(PretrainingObjective):
         calls = 0
@@ -168,20 +205,21 @@ def test_a_step_that_is_skipped_leaves_no_trace(precision, examples, tokenizer):
     assert all(math.isfinite(value) for value in logged.values())
 
 
-@pytest.mark.parametrize("num_rows", [32, 33, 48, 100])
-def test_an_epoch_that_ends_within_a_step_is_evaluated_after_it(num_rows, examples, tokenizer):
+# 9 / (9 / 7) is a little less than 7 in floating-point numbers: a seventh epoch ends with step 9.
+@pytest.mark.parametrize(("num_rows", "batch"), [(32, 32), (33, 32), (48, 32), (100, 32), (9, 7)])
+def test_an_epoch_that_ends_within_a_step_is_evaluated_after_it(num_rows, batch, examples, tokenizer):
     rows = examples.select([i % len(examples) for i in range(num_rows)])
     state = train(
         create_accelerator(),
         tiny_model("linformer", tokenizer),
         PretrainingObjective(),
-        RowLoader(rows, PretrainingCollator(tokenizer), 32),
-        OptimizationArguments(32, num_train_epochs=12),
+        RowLoader(rows, PretrainingCollator(tokenizer), batch),
+        OptimizationArguments(batch, num_train_epochs=12),
         evaluation=Evaluation(lambda model: {"accuracy": 0.0}, "epoch"),
     )
     evaluated = [row["step"] for row in state.history if "eval_accuracy" in row]
     # The caller evaluates after the last step.
-    ends = {math.ceil(epoch * num_rows / 32) for epoch in range(1, 13)}
+    ends = {math.ceil(epoch * num_rows / batch) for epoch in range(1, 13)}
     assert evaluated == sorted(ends - {state.step}) and state.step == max(ends)
 
 
@@ -265,9 +303,11 @@ def test_evaluation_counts_every_row_once(examples, tokenizer):
     rows = examples.select(range(23))
     model = tiny_model("nystromformer", tokenizer)
     collator = PretrainingCollator(tokenizer)
-    scores = evaluate(create_accelerator(), model.train(), PretrainingObjective(), eval_dataloader(rows, collator, 7))
+    loader = eval_dataloader(rows, collator, 7)
+    scores = evaluate(create_accelerator(), model.train(), PretrainingObjective(), loader)
     assert model.training
-    model.eval()
+    assert evaluate(create_accelerator(), model.eval(), PretrainingObjective(), loader) == scores
+    assert not model.training
     correct = number = loss = sop_correct = sop_number = 0
     for row in rows:
         batch = collator([row])
@@ -404,6 +444,19 @@ def test_warm_up_by_steps(tokenizer):
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25])
+
+
+def test_a_stable_rate_decays_over_the_last_tenth(tokenizer):
+    args = OptimizationArguments(learning_rate=1.0, lr_scheduler_type="warmup_stable_decay", num_warmup_steps=2)
+    optimizer = create_optimizer(tiny_model("linformer", tokenizer), args)
+    scheduler = create_scheduler(optimizer, args, num_training_steps=40)
+    rates = []
+    for _ in range(40):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:3] == pytest.approx([0, 0.5, 1]) and rates[2:37] == [1.0] * 35
+    assert all(before > after for before, after in pairwise(rates[36:])) and 0 < rates[-1] < 0.2
 
 
 def test_an_accelerator_that_accumulates_is_refused(examples, tokenizer):
