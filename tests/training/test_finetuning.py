@@ -2,6 +2,8 @@
 """What a task asks of the data and of a finished model, before anything is trained or predicted."""
 
 import csv
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +12,19 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 
 from nystrom_models.data.classification import TextTask
-from nystrom_models.training import splits
+from nystrom_models.data.glue import GLUE_TASKS
+from nystrom_models.training import splits, text_classification
 from nystrom_models.training.arguments import DataArguments, RunArguments
 from nystrom_models.training.results import write_results
 from nystrom_models.training.run import start_run
 from nystrom_models.training.splits import load_data
-from nystrom_models.training.text_classification import check_kind, write_predictions
+from nystrom_models.training.text_classification import (
+    TextClassificationArguments,
+    TextClassificationRun,
+    check_kind,
+    evaluate_predictions,
+    write_predictions,
+)
 from nystrom_models.training.token_classification import TokenClassificationArguments, TokenClassificationRun
 
 TASKS = {
@@ -42,6 +51,83 @@ def test_predictions_are_read_back_whatever_is_in_a_label(tmp_path):
     with (tmp_path / "predictions.tsv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file, "excel-tab"))
     assert rows == [["index", "prediction"], *([str(i), name] for i, name in enumerate(names))]
+
+
+def written(path):
+    return [line.split("\t")[1] for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+
+
+def test_numbers_are_clipped_only_to_a_scale_that_is_known(tmp_path):
+    numbers = torch.tensor([[-1.0], [0.25], [4.75], [7.0]])
+    write_predictions(tmp_path / "any.tsv", TASKS["number"], numbers, [])
+    write_predictions(tmp_path / "stsb.tsv", GLUE_TASKS["stsb"], numbers, [])
+    assert written(tmp_path / "any.tsv") == ["-1", "0.25", "4.75", "7"]
+    assert written(tmp_path / "stsb.tsv") == ["0", "0.25", "4.75", "5"]
+
+
+def test_a_class_of_several_is_predicted_from_one_half_on(tmp_path):
+    logits = torch.tensor([[0.25, -0.25, 3.0], [-0.25, -3.0, -0.25]])
+    task = replace(TASKS["several"], metric="multi_label")
+    write_predictions(tmp_path / "predictions.tsv", task, logits, ["a", "b", "c"])
+    assert written(tmp_path / "predictions.tsv") == ["a,c", ""]
+    scores = evaluate_predictions(task, logits, torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]))
+    assert scores["exact_match"] == scores["micro_f1"] == 1.0
+
+
+def finished_run(task, folder):
+    """A run whose rows and logits are given."""
+    run = object.__new__(TextClassificationRun)
+    run.args = TextClassificationArguments(output_dir=str(folder), model_name_or_path="x")
+    run.task, run.labelled, run.where = task, {"validation"}, {"validation": "the validation set"}
+    run.tokenizer, run.order = None, None
+    run.accelerator = SimpleNamespace(main_process_first=nullcontext)
+    return run
+
+
+def score(run, monkeypatch, documents, labels, logits):
+    run.rows = {"validation": {"document": documents, "labels": labels}}
+    monkeypatch.setattr(text_classification, "eval_dataloader", lambda *_, **options: None)
+    monkeypatch.setattr(text_classification, "predict", lambda *_, **options: logits)
+    return run.score(None, "validation", 8)
+
+
+def test_a_text_of_several_windows_counts_once_with_their_mean(tmp_path, monkeypatch):
+    run = finished_run(replace(TASKS["number"], metric="regression"), tmp_path)
+    logits = torch.tensor([[1.0], [3.0], [2.0], [0.0], [2.0], [7.0]])
+    found, scores = score(run, monkeypatch, [0, 0, 1, 2, 2, 2], [1.0, 1.0, 2.0, 3.0, 3.0, 3.0], logits)
+    assert found.tolist() == [[2.0], [2.0], [3.0]]
+    assert scores["loss"] == scores["mse"] == pytest.approx(1 / 3)
+
+
+def test_classes_in_another_order_than_the_tasks_are_scored_and_written_by_name(tmp_path, monkeypatch):
+    """Three classes that are turned: if only two are exchanged, both directions between the orders are the same."""
+    run = finished_run(GLUE_TASKS["mnli"], tmp_path)
+    own = ["contradiction", "entailment", "neutral"]
+    run.config = PretrainedConfig(id2label=dict(enumerate(own)))
+    run.ids, run.label_names = run._own_head()
+    right = ["entailment", "neutral", "contradiction", "contradiction"]
+    labels = [run.ids[name] for name in right]
+    assert [own[label] for label in labels] == right
+    predicted = ["entailment", "neutral", "contradiction", "neutral"]
+    logits = torch.stack([2.0 * torch.eye(3)[own.index(name)] for name in predicted])
+    found, scores = score(run, monkeypatch, range(4), labels, logits)
+    assert scores["accuracy"] == 0.75
+    assert scores["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, torch.tensor(labels))))
+    run.write("validation", found)
+    assert written(tmp_path / "validation_predictions.tsv") == predicted
+
+
+def test_each_split_is_sampled_by_its_own_flag():
+    run, rows = object.__new__(TokenClassificationRun), Dataset.from_dict({"number": range(100)})
+    sizes = {"max_train_samples": 5, "max_eval_samples": 4, "max_predict_samples": 3}
+    run.args = TokenClassificationArguments(output_dir="x", model_name_or_path="x", **sizes)
+    names = {"train": 5, "validation": 4, "validation_mismatched": 4, "test": 3, "test_ax": 3}
+    found = {split: list(run._sample(split, rows)["number"]) for split in names}
+    assert {split: len(numbers) for split, numbers in found.items()} == names
+    assert found["test"] == found["test_ax"] == [0, 1, 2]
+    assert max(found["train"]) > 5 and max(found["validation"]) > 4  # drawn from all rows
+    run.args = TokenClassificationArguments(output_dir="x", model_name_or_path="x")
+    assert {len(run._sample(split, rows)) for split in names} == {100}
 
 
 @pytest.mark.parametrize(
@@ -93,18 +179,19 @@ def test_labels_in_which_no_entity_can_be_found_are_told(labels, options, told, 
 
 
 def test_words_of_several_rows_are_one_text_and_count_alike():
+    """A word without a token, here the last one, is outside of all entities, whichever label comes first."""
     run = object.__new__(TokenClassificationRun)
     run.args = TokenClassificationArguments(output_dir="x", model_name_or_path="x")
-    run.task, run.names, run.labelled = run.args.task(), ["O", "B-x"], ["validation"]
-    examples = Dataset.from_dict({"tokens": [["a", "b", "c"]], "ner_tags": [["O", "B-x", "O"]]})
+    run.task, run.names, run.labelled = run.args.task(), ["B-x", "O"], ["validation"]
+    examples = Dataset.from_dict({"tokens": [["a", "b", "c", "\u200b"]], "ner_tags": [["O", "B-x", "O", "O"]]})
     run.examples = {"validation": examples}
     run.rows = {"validation": {"document": [0, 0], "words": [[-1, 0, 1, -1], [-1, 2, -1]]}}
-    found = {"labels": [torch.tensor([1, 0, 1, 1]), torch.tensor([1, 1, 0])]}
+    found = {"labels": [torch.tensor([0, 1, 0, 0]), torch.tensor([0, 0, 1])]}
     found |= {"loss": [torch.tensor(3.0), torch.tensor(6.0)], "count": [torch.tensor(2), torch.tensor(1)]}
     run.predict = lambda *_: found
     tags, scores = run.score(None, "validation", 8)
-    assert tags == [["O", "B-x", "B-x"]] and scores["loss"] == 3.0
-    assert scores["accuracy"] == pytest.approx(2 / 3)
+    assert tags == [["O", "B-x", "B-x", "O"]] and scores["loss"] == 3.0
+    assert scores["accuracy"] == pytest.approx(3 / 4)
 
 
 def test_results_of_a_training_are_not_replaced_by_those_of_a_prediction(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from nystrom_models.training import (
     save_pretrained,
     train,
 )
+from nystrom_models.training import run as training_run
+from nystrom_models.training.arguments import RunArguments
 from nystrom_models.training.checkpoints import BestModel
 from nystrom_models.training.identity import EVALUATED_BY, file_digest
 from nystrom_models.training.selection import Best
+from nystrom_models.training.state import TrainingState
 from tests.training.models import tiny_model
 
 UP, DOWN = Goal("accuracy", True), Goal("mse", False)
@@ -133,6 +137,49 @@ def test_the_best_model_is_kept(examples, tokenizer, tmp_path):
     best.load(state.model)
     for name, weight in state.model.state_dict().items():
         torch.testing.assert_close(weight, then.get(name, weight), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("final", "goal", "load", "left", "best"),
+    [
+        (0.9, UP, True, 0.9, (0.9, 6)),
+        (0.7, UP, True, 0.8, (0.8, 4)),
+        (0.8, UP, True, 0.8, (0.8, 4)),
+        (0.7, UP, False, 0.7, (0.8, 4)),
+        (0.7, DOWN, True, 0.7, (0.7, 6)),
+        (math.nan, UP, True, 0.8, (0.8, 4)),
+    ],
+)
+def test_the_final_model_is_replaced_by_a_better_one_alone(final, goal, load, left, best, tmp_path, monkeypatch):
+    """The best of the earlier models, that of step 4, has the value 0.8."""
+    saved = []
+
+    class Kept:
+        def __init__(self, *arguments):
+            pass
+
+        def step(self):
+            return 4
+
+        def load(self, model):
+            model.value = 0.8
+
+    monkeypatch.setattr(training_run, "BestModel", Kept)
+    args = RunArguments(output_dir=str(tmp_path), load_best_model_at_end=load)
+    state = TrainingState(SimpleNamespace(value=final), step=6, best=Best(0.8, 4))
+    found = training_run.final_scores(
+        create_accelerator(),
+        state,
+        args,
+        lambda model: {goal.metric: model.value},
+        goal,
+        lambda model, folder: saved.append((model.value, folder)),
+    )
+    assert (found[goal.metric], state.model.value, state.best.value, state.best.step) == (left, left, *best)
+    assert saved == ([(left, tmp_path)] if (load and best[1] == 4) else [])
+    # The history has the figures of each step's own model.
+    [row] = state.history
+    assert row["step"] == 6 and row[f"eval_{goal.metric}"] == pytest.approx(final, nan_ok=True)
 
 
 def test_a_run_ends_for_want_of_better_evaluations(examples, tokenizer, tmp_path):
