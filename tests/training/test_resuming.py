@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset, concatenate_datasets
 from safetensors.torch import load_file
 
 from nystrom_models import NystromformerConfig
@@ -30,6 +31,37 @@ def settings(*, model=None, pretraining=None, optimization=None, **content):
         OptimizationArguments(**(optimization or {})),
         **{"the training data": "abc", "the model's configuration": config.to_dict(), **content},
     )
+
+
+def digest(columns):
+    return identity.data_digest(Dataset.from_dict(columns))
+
+
+def test_the_digest_of_data_is_that_of_all_values_in_their_places(monkeypatch):
+    columns = {"ids": [[1, 2], [3], []], "text": ["a", "b", None], "number": [0.5, 1.0, 2.0], "label": [0, 1, 1]}
+    changes = [
+        {"ids": [[1], [2, 3], []]},
+        {"ids": [[1, 2], [4], []]},
+        {"ids": [[1, 2], [], [3]]},
+        {"text": ["a", "c", None]},
+        {"text": ["a", None, "b"]},
+        {"number": [0.5, 1.0, 2.5]},
+        {"label": [1, 0, 1]},
+        {"more": [0, 1, 1]},
+    ]
+    others = [columns | change for change in changes]
+    others += [{"other" if name == "label" else name: values for name, values in columns.items()}]
+    others += [{name: values[rows] for name, values in columns.items()} for rows in (slice(2), slice(None, None, -1))]
+    assert len({digest(each) for each in (columns, *others)}) == 1 + len(others)
+    # However it is stored.
+    turned = Dataset.from_dict({name: values[::-1] for name, values in columns.items()})
+    parts = Dataset.from_dict(columns)
+    parts = concatenate_datasets([parts.select([0]), parts.select([1, 2])])
+    assert digest(columns) == identity.data_digest(turned.select([2, 1, 0])) == identity.data_digest(parts)
+    # Of several blocks.
+    monkeypatch.setattr(identity, "_ROWS_OF_A_BLOCK", 3)
+    many = [[number + (number == changed) for number in range(10)] for changed in range(11)]
+    assert len({digest({"label": labels}) for labels in many}) == 11
 
 
 def test_every_flag_has_a_rule():
