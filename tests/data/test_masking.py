@@ -105,6 +105,15 @@ def test_no_special_token_takes_a_place_at_random():
     assert all(within(share, 0.25, len(placed)) for share in shares)
 
 
+def test_a_token_at_random_is_any_ordinary_one(rows, tokenizer):
+    batch = PretrainingCollator(tokenizer, 0.5, mask_replace_prob=0.0, random_replace_prob=1.0)(rows)
+    placed = batch["input_ids"][batch["labels"] != -100]
+    ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    assert set(placed.tolist()) == set(ordinary.tolist())
+    for part in np.array_split(ordinary, 4):
+        assert within(np.isin(placed, part).mean(), len(part) / len(ordinary), len(placed))
+
+
 def test_whole_words_are_masked_together(tokenizer):
     texts = Dataset.from_dict({"text": ["Uncompute rematrixed tokenizers of subtensors. Unlabelled outputsize."] * 40})
     rows = list(pretraining_dataset(texts, tokenizer, MAX_LENGTH, with_word_starts=True))
@@ -123,19 +132,22 @@ def test_whole_words_are_masked_together(tokenizer):
 
 
 def test_a_row_with_nothing_chosen_gets_one_whole_word(tokenizer):
-    """Of a share that chooses nothing."""
+    """Of a share that chooses nothing. It may be any word, and any token."""
     texts = Dataset.from_dict({"text": ["Uncompute rematrixed tokenizers of subtensors."] * 20})
     rows = list(pretraining_dataset(texts, tokenizer, MAX_LENGTH, with_word_starts=True, sentence_order=False))
     batch = PretrainingCollator(tokenizer, 1e-9, whole_word_mask=True, sentence_order=False)(rows)
-    sizes = []
+    sizes, words = [], set()
     for row, labels in zip(rows, batch["labels"].tolist(), strict=True):
         predicted = np.array(labels[1 : 1 + len(row["input_ids"])]) != -100
+        words.add(int(row["word_starts"][: predicted.argmax() + 1].sum()))
         [word] = [word for word in np.split(predicted, np.flatnonzero(row["word_starts"])[1:]) if word.any()]
         assert word.all()
         sizes.append(len(word))
-    assert max(sizes) > 2
+    assert max(sizes) > 2 and words >= {1, 2, 3, 4}
     batch = PretrainingCollator(tokenizer, 1e-9, sentence_order=False)(rows)
-    assert (batch["labels"] != -100).sum(1).tolist() == [1] * len(rows)
+    predicted = batch["labels"] != -100
+    assert predicted.sum(1).tolist() == [1] * len(rows)
+    assert len(set(predicted.int().argmax(1).tolist())) > 8
 
 
 def test_unknown_tokens_are_not_predicted(tokenizer):

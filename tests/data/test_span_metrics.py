@@ -18,6 +18,7 @@ from nystrom_models.data.metrics.squad import answer_scores, best_threshold, nor
         ("I-x I-x O I-y", {("x", 0, 2), ("y", 3, 4)}),  # IOB1, or a model that forgot a B
         ("B-x I-y I-x", {("x", 0, 1), ("y", 1, 2), ("x", 2, 3)}),
         ("B-x I-x E-x S-y I-y", {("x", 0, 3), ("y", 3, 4), ("y", 4, 5)}),
+        ("B-x E-y I-x", {("x", 0, 1), ("y", 1, 2), ("x", 2, 3)}),
         ("E-x E-x", {("x", 0, 1), ("x", 1, 2)}),
         ("B-creative-work I-creative-work", {("creative-work", 0, 2)}),
         ("B I O", {("_", 0, 2)}),
@@ -78,6 +79,7 @@ def test_the_same_as_seqeval(pairs):
         ("in 1999", ["1999", "in the year 1999"], 0, 0.8),
         ("«naïve»", ["naïve"], 0, 0),  # only ASCII punctuation is left out, in both scripts
         ("", ["x"], 0, 0),
+        ("bye bye love", ["bye, bye"], 0, 0.8),  # a word counts as often as both have it
     ],
 )
 def test_an_answer_counts_by_its_words_and_by_the_best_right_one(prediction, answers, exact, f1):

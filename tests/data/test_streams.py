@@ -95,6 +95,16 @@ def test_the_order_of_a_stream_is_that_of_its_seed(stream):
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
+def test_every_block_has_an_order_of_its_own(stream):
+    def one(documents, numbers):
+        return {"input_ids": [[number] for number in numbers], "index": list(numbers)}
+
+    rows = [row["index"] for row, _ in Lane(stream, one, 0, 1, 20, 0, 20).rows(0)]
+    blocks = [rows[begin : begin + 20] for begin in range(0, 100, 20)]
+    assert [sorted(block) for block in blocks] == [list(range(begin, begin + 20)) for begin in range(0, 100, 20)]
+    assert len({tuple(number % 20 for number in block) for block in blocks}) == 5
+
+
 def test_going_on_builds_no_rows_of_what_was_before(stream):
     built = []
 
@@ -148,6 +158,21 @@ def test_lanes_of_two_processes_go_on_in_one(stream):
     for step in steps[:12]:
         parts = [next(process) for process in half]
         assert sorted(rows_of(step)) == sorted(pair for part in parts for pair in rows_of(part))
+
+
+def test_a_process_that_runs_out_of_rows_waits_at_its_place_for_the_others(stream):
+    """It computes batches that do not count. The others have rows as long as `any_process` says so."""
+    blank = {"input_ids": [0], "index": -1, "epoch": 0}
+    loader = StreamLoader(stream, build, collate, 4, 2, buffer_size=20, blank=blank)
+    own = [row for number in range(0, DOCUMENTS, 2) for row in build(None, [number])["index"]]
+    number = -(-len(own) // 8)
+    steps = list(islice(loader.steps(2, 0, None, lambda flag: True), number + 3))
+    assert sorted(row for step in steps for _, row in rows_of(step)) == own
+    for step in steps[number:]:
+        assert step.num_rows == [0, 0] and [batch["index"].tolist() for batch in step.batches] == [[-1], [-1]]
+        assert step.position == steps[number - 1].position
+    [resumed] = islice(loader.steps(2, 0, json.loads(json.dumps(steps[-1].position)), lambda flag: True), 1)
+    assert resumed.num_rows == [0, 0] and resumed.position == steps[-1].position
 
 
 def test_a_position_that_cannot_be_shared():
