@@ -81,3 +81,15 @@ def test_what_fits_stays_as_it_is():
 def test_a_window_needs_room():
     with pytest.raises(ValueError, match="no room"):
         Cutter(2, [CLS], [SEP], PAD)
+
+
+def test_an_added_token_has_the_type_of_the_token_beside_it():
+    """Here, the first window ends and the second begins within the second segment."""
+    batch = {
+        "input_ids": torch.tensor([[1, 10, 11, 12, 2, 20, 21, 22, 23, 24, 25, 2]]),
+        "token_type_ids": torch.tensor([[0] * 3 + [1] * 9]),
+        "attention_mask": torch.ones(1, 12, dtype=torch.long),
+    }
+    inputs = Cutter(6, [1], [2], 0).cut(batch).inputs
+    assert inputs["input_ids"].tolist() == [[1, 10, 11, 12, 2, 2], [1, 22, 23, 24, 25, 2]]
+    assert inputs["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [1] * 6]
