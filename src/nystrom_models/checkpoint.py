@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedT
     except (OSError, ValueError):
         # Transformers would name packages of other kinds of tokenizers.
         wanted = ("config.json", "tokenizer_config.json", "tokenizer.json")
-        if os.path.isdir(name) and not any(os.path.exists(os.path.join(name, file)) for file in wanted):
+        if name is not None and os.path.isdir(name) and not any(os.path.exists(Path(name, file)) for file in wanted):
             raise ValueError(
                 f"The folder {str(name)!r} has no model and no tokenizer: none of {', '.join(wanted)}. A training run "
                 "writes them when it ends, and before that to its checkpoints."
