@@ -21,7 +21,7 @@ from tests.training.models import tiny_model
 
 
 class Breaks(PretrainingObjective):
-    """In some steps, the loss is NaN, or finite with an infinite gradient."""
+    """In some steps, the loss is NaN, or finite with a gradient that is NaN, or whose norm alone is infinite."""
 
     def __init__(self, model, what, steps):
         self.weight, self.what, self.steps, self.step = next(model.parameters()), what, steps, 0
@@ -32,8 +32,10 @@ class Breaks(PretrainingObjective):
         if self.step in self.steps and self.what == "loss":
             losses["mlm_loss"] = losses["mlm_loss"] * math.nan
         elif self.step in self.steps:
+            zeros = self.weight - self.weight.detach()
             # The root is 0, and its derivative is infinite there.
-            losses["mlm_loss"] = losses["mlm_loss"] + (self.weight - self.weight.detach()).pow(2).sum().sqrt()
+            added = zeros.pow(2).sum().sqrt() if self.what == "gradient" else (zeros * 1e38).sum()
+            losses["mlm_loss"] = losses["mlm_loss"] + added
         return losses
 
 
@@ -55,16 +57,17 @@ def run(examples, tokenizer, folder, what, steps, resume=None, **options):
     return state
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", ["loss", "gradient", "norm"])
 def test_a_step_that_is_not_finite_ends_the_run_before_the_weights_change(what, examples, tokenizer, tmp_path):
+    named = "loss" if what == "loss" else "gradient"
     with pytest.raises(
-        FloatingPointError, match=rf"The {what} .*step 3 is not finite.*after step 2.*--max_skipped_steps"
+        FloatingPointError, match=rf"The {named} .*step 3 is not finite.*after step 2.*--max_skipped_steps"
     ):
         run(examples, tokenizer, tmp_path, what, {3})
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", ["loss", "gradient", "norm"])
 def test_some_steps_may_be_left_out(what, examples, tokenizer, tmp_path):
     state = run(examples, tokenizer, tmp_path, what, {3, 5}, max_skipped_steps=2)
     assert state.step == 8 and state.skipped_steps == 2 and state.figures()["skipped_steps"] == 2
