@@ -22,6 +22,7 @@ from nystrom_models.training.distillation import ScoresBesideTeacher, TeacherArg
 from nystrom_models.training.objectives import Preparation
 from nystrom_models.training.teacher import Teacher
 from tests.training.teachers import EXACT, LENGTH, save_student, save_teacher
+from tests.training.test_loop import first_rates
 
 
 @pytest.fixture(scope="module")
@@ -315,11 +316,7 @@ def test_the_first_steps_have_a_rate_of_their_own_and_the_schedule_begins_after_
     args = OptimizationArguments(learning_rate=1e-3, warmup_ratio=1 / 3)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=args.learning_rate)
     scheduler = create_scheduler(optimizer, args, 10, Preparation(4, 5e-2, PretrainingObjective()))
-    rates = []
-    for _ in range(10):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
+    rates = first_rates(optimizer, scheduler, 10)
     assert rates == pytest.approx([5e-2] * 4 + [0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 

@@ -388,6 +388,20 @@ def test_a_bert_with_old_names_of_weights_is_saved_with_its_own(tokenizer, tmp_p
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
+def learning_rates(optimizer, scheduler, steps):
+    """Of all groups of parameters, in every step."""
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr())
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def first_rates(optimizer, scheduler, steps):
+    return [rates[0] for rates in learning_rates(optimizer, scheduler, steps)]
+
+
 def test_optimizer_and_schedule(tokenizer):
     args = OptimizationArguments(learning_rate=1.0, weight_decay=0.1, warmup_ratio=0.2)
     model = tiny_model("nystromformer", tokenizer)
@@ -400,11 +414,7 @@ def test_optimizer_and_schedule(tokenizer):
     for group in create_optimizer(model, options).param_groups:
         assert (group["betas"], group["eps"]) == ((0.8, 0.98), 1e-7)
     scheduler = create_scheduler(optimizer, args, num_training_steps=10)
-    rates = []
-    for _ in range(10):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
+    rates = first_rates(optimizer, scheduler, 10)
     assert rates == pytest.approx([0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125])
 
 
@@ -417,11 +427,7 @@ def test_every_schedule_with_every_optimizer(schedule, optim, tokenizer):
     )
     optimizer = create_optimizer(tiny_model("nystromformer", tokenizer), args)
     scheduler = create_scheduler(optimizer, args, num_training_steps=20)
-    rates = []
-    for _ in range(20):
-        rates.append(scheduler.get_last_lr())
-        optimizer.step()
-        scheduler.step()
+    rates = learning_rates(optimizer, scheduler, 20)
     assert all(len(set(groups)) == 1 for groups in rates)
     first, second, third, *_, last = (groups[0] for groups in rates)
     assert third == pytest.approx(1, abs=0.01)
@@ -438,11 +444,7 @@ def test_warm_up_by_steps(tokenizer):
     args = OptimizationArguments(learning_rate=1.0, num_warmup_steps=4, warmup_ratio=0.9)
     optimizer = create_optimizer(tiny_model("linformer", tokenizer), args)
     scheduler = create_scheduler(optimizer, args, num_training_steps=8)
-    rates = []
-    for _ in range(8):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
+    rates = first_rates(optimizer, scheduler, 8)
     assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25])
 
 
@@ -450,11 +452,7 @@ def test_a_stable_rate_decays_over_the_last_tenth(tokenizer):
     args = OptimizationArguments(learning_rate=1.0, lr_scheduler_type="warmup_stable_decay", num_warmup_steps=2)
     optimizer = create_optimizer(tiny_model("linformer", tokenizer), args)
     scheduler = create_scheduler(optimizer, args, num_training_steps=40)
-    rates = []
-    for _ in range(40):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
+    rates = first_rates(optimizer, scheduler, 40)
     assert rates[:3] == pytest.approx([0, 0.5, 1]) and rates[2:37] == [1.0] * 35
     assert all(before > after for before, after in pairwise(rates[36:])) and 0 < rates[-1] < 0.2
 

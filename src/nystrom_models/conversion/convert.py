@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint import load_tokenizer
+from ..checkpoint import load_tokenizer, save_tokenizer
 from ..complete_folder import PARTIAL, moved_when_complete
 from ..models.configuration_base import BaseConfig
 from .comparison import ROWS, compared_lengths, measure_differences
@@ -241,12 +241,10 @@ def convert_checkpoint(
     model, report = _convert(model_name_or_path, config, head, positions, sample, matching, measure, tokenizer, kwargs)
     if config.max_position_embeddings is not None:
         tokenizer.model_max_length = config.max_position_embeddings
-    # AutoTokenizer loads it as the general class, which does not know that BERT has token types.
-    tokenizer.init_kwargs["model_input_names"] = list(tokenizer.model_input_names)
     try:
         with moved_when_complete(Path(output_dir)) as partial:
             model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+            save_tokenizer(tokenizer, partial)
             if save_report:
                 report.save(partial)
     except Exception as error:  # of any library

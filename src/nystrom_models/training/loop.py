@@ -35,7 +35,7 @@ from .objectives import Batch, Objective
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler, set_schedule_step
 from .results import read_json_lines, write_json
 from .saving import save_pretrained
-from .scores import Sums
+from .scores import Sums, score_line
 from .selection import Best, Goal
 from .sharding import SHARDED, remove_second_names
 from .signals import Signals
@@ -374,8 +374,7 @@ class TrainingLoop:
         metrics = evaluation.function(self.model)
         log_evaluation(self.accelerator, state, metrics, self.output_dir)
         if self.accelerator.is_main_process:
-            shown = [f"{name} {value:.4g}" for name, value in metrics.items() if not math.isnan(value)]
-            self.bar.write(f"Step {state.step}: {', '.join(shown)}")
+            self.bar.write(f"Step {state.step}: {score_line(metrics)}")
         if evaluation.goal is not None:
             value = evaluation.goal.value(metrics)
             if state.best.update(evaluation.goal, value, state.step, evaluation.threshold) and evaluation.best_model:

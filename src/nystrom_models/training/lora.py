@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..conversion.weights import is_of_a_family
+from .objectives import serves_sentence_order
 
 # The trained parameters, in the folder of a saved model: LoRA's matrices and the others that were trained.
 TRAINED = Path("lora", "trained.safetensors")
@@ -23,9 +24,6 @@ TRAINED = Path("lora", "trained.safetensors")
 # The linear layers of the attention, as in LoLCATs (Zhang et al. 2024, arXiv:2410.10254, section 3.2).
 _TARGETS = r".*\.attention\.(self\.(query|key|value)|output\.dense)"
 _ADAPTER = "default"
-
-# Parts of the names of the parameters that only the order of sentences needs.
-ORDER_PARAMETERS = (".pooler.", "cls.seq_relationship.")
 
 
 @dataclass(kw_only=True)
@@ -77,9 +75,9 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float, sentence_order: bo
         raise ImportError("--lora_r needs PEFT: pip install '.[lora]' in the repository.") from error
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=_TARGETS)  # type: ignore[arg-type]
     inject_adapter_in_model(config, model, _ADAPTER)
-    heads = ORDER_PARAMETERS if sentence_order else ()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name or is_of_a_family(name) or any(head in f".{name}" for head in heads))
+        of_a_head = sentence_order and serves_sentence_order(name)
+        parameter.requires_grad_(".lora_" in name or is_of_a_family(name) or of_a_head)
 
 
 def has_lora(model: torch.nn.Module) -> bool:

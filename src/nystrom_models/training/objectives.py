@@ -83,6 +83,11 @@ def classification_scores(
     return scores
 
 
+def serves_sentence_order(name: str) -> bool:
+    """Whether a parameter of this name is needed only for the order of sentences."""
+    return any(part in f".{name}" for part in (".pooler.", "cls.seq_relationship."))
+
+
 class PretrainingObjective(Objective):
     """MLM + SOP, for a `ForPreTraining` model."""
 

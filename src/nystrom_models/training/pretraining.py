@@ -41,8 +41,8 @@ from .language_modeling import (
     stream_arguments,
     train_and_score,
 )
-from .lora import ORDER_PARAMETERS, LoraArguments, add_lora
-from .objectives import Objective, PretrainingObjective
+from .lora import LoraArguments, add_lora
+from .objectives import Objective, PretrainingObjective, serves_sentence_order
 from .optimization import OptimizationArguments
 from .run import finish_run, prepare_model, prepare_to_evaluate, start_run
 from .saving import bare_model, save_pretrained
@@ -133,7 +133,7 @@ def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
         return AutoModelForPreTraining.from_config(config)
     model, report = convert(args.model_name_or_path, config, head="ForPreTraining", return_report=True, compare=False)
     if AutoConfig.from_pretrained(args.model_name_or_path).model_type == config.model_type:
-        words = [name for name in report.new if not any(part in f".{name}" for part in ORDER_PARAMETERS)]
+        words = [name for name in report.new if not serves_sentence_order(name)]
         hint = "" if words else " --no_sentence_order scores masked tokens alone."
         require_pretrained(args, report.new if args.sentence_order else words, hint)
     return model.float()  # half precision would round most updates away

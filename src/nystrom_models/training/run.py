@@ -32,6 +32,7 @@ from .model_card import write_model_card
 from .objectives import Objective
 from .optimization import OptimizationArguments
 from .results import RESULTS, read_results, write_results
+from .scores import score_line
 from .selection import Goal
 from .state import TrainingState, log_evaluation
 
@@ -312,8 +313,7 @@ def finish_run(
     if accelerator.is_main_process:
         for split, scores in results.items():
             if split != "train":
-                shown = [f"{name} {value:.4g}" for name, value in scores.items() if not math.isnan(value)]
-                accelerator.print(f"{split}: " + ", ".join(shown))
+                accelerator.print(f"{split}: {score_line(scores)}")
         write_results(args.output_dir, results, *arguments, identity=identity)
         if state is not None:
             _describe(accelerator, state, arguments, metrics, **card)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores over a data set, or over the steps since the last log, with the same result on any number of processes."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,11 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from .objectives import Batch, Objective
+
+
+def score_line(scores: Mapping[str, float]) -> str:
+    """The scores that are defined, to be printed in one line."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in scores.items() if not math.isnan(value))
 
 
 class Sums:
