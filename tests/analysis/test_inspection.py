@@ -273,3 +273,8 @@ def test_wrong_options_are_refused_by_name(options, message):
         inspect_attention(make_model("Bert"), alone([37]), **options)
     with pytest.raises(ValueError, match="inputs is empty"):
         inspect_attention(make_model("Bert"), [])
+
+
+@pytest.mark.parametrize("model, measured", [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu")])
+def test_apples_mps_without_float64_is_measured_on_the_cpu(model, measured):
+    assert inspection.measuring_device(torch.device(model)) == torch.device(measured)

@@ -14,6 +14,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "emulated"
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+# What Apple's MPS lacks, besides float64, in the lowest supported PyTorch.
+LACKING = ("nonzero_static", "_linalg_svd", "_adaptive_avg_pool2d")
+_like_mps = False
 
 
 class EmulatedTensor(torch.Tensor):
@@ -69,6 +72,11 @@ def run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     result = function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
     # A tensor that is changed in place stays the same object.
     known = {id(unwrap(tensor)): tensor for tensor in tensors if tensor.device == device}
+    if _like_mps and device.type == NAME:
+        if function.__name__.split(".")[0] in LACKING:
+            raise NotImplementedError(f"{function} is not implemented for this device")
+        if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(result)):
+            raise TypeError(f"{function}: this device has no float64")
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -86,7 +94,15 @@ def register() -> None:
 
 
 @contextmanager
-def emulated_devices():
-    """A context in which tensors can be created on, and moved to, the two devices that it yields."""
-    with _Dispatch():
-        yield torch.device(NAME, 0), torch.device(NAME, 1)
+def emulated_devices(like_mps: bool = False):
+    """A context in which tensors can be created on, and moved to, the two devices that it yields.
+
+    like_mps: whether these lack what Apple's MPS lacks.
+    """
+    global _like_mps
+    before, _like_mps = _like_mps, like_mps
+    try:
+        with _Dispatch():
+            yield torch.device(NAME, 0), torch.device(NAME, 1)
+    finally:
+        _like_mps = before

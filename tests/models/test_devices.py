@@ -7,13 +7,17 @@ Otherwise, PyTorch would know the emulated devices in all later tests.
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from tests.models.emulated_devices import emulated_devices, register
+from nystrom_models.analysis import inspect_attention, inspection
+from tests.analysis.models import make_model as inspected_model
+from tests.analysis.models import padded_batch
+from tests.models.emulated_devices import NAME, emulated_devices, register
 from tests.models.options import HEADS, TOLERANCE, make_model, padded_inputs, relative_error, result
 
 FAMILIES = (
@@ -60,22 +64,74 @@ def compare_on_two_devices(option, head):
                 assert relative_error(result(split, given_inputs | call), numbers) < TOLERANCE[torch.float32]
 
 
-def compare_gradients(option):
+def with_gradients(option):
+    """A model, its inputs, and its gradients on the CPU."""
     torch.manual_seed(0)
     model = make_model(option, "ForPreTraining")
     inputs = padded_inputs("ForPreTraining", labels=True)
     model(**inputs).loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
+    return model, inputs, gradients
+
+
+def assert_same_gradients(model, gradients):
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.device == parameter.device, name
+        if gradients[name].abs().max() > 1e-6:  # that of a key's bias is zero except for rounding
+            assert relative_error(parameter.grad.cpu(), gradients[name]) < 4 * TOLERANCE[torch.float32], name
+
+
+def compare_gradients(option):
+    model, inputs, gradients = with_gradients(option)
     with emulated_devices() as (device, _):
         for name in blocks_of(model):
             where = device if name.endswith("encoder.layer.1") else torch.device("cpu")
             add_hook_to_module(model.get_submodule(name).to(where), AlignDevicesHook(where))
         model(**inputs).loss.backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad.device == parameter.device, name
-            if gradients[name].abs().max() > 1e-6:  # that of a key's bias is zero except for rounding
-                assert relative_error(parameter.grad.cpu(), gradients[name]) < 4 * TOLERANCE[torch.float32], name
+        assert_same_gradients(model, gradients)
+
+
+def train_without_float64(option):
+    model, inputs, gradients = with_gradients(option)
+    wanted = result(model, inputs)
+    with emulated_devices(like_mps=True) as (device, _):
+        model.to(device).tie_weights()  # moving makes new parameters here
+        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+        assert relative_error(result(model, inputs), wanted) < TOLERANCE[torch.float32]
+        model(**inputs).loss.backward()
+        assert_same_gradients(model, gradients)
+
+
+@torch.no_grad()
+def inspect_without_float64(family):
+    model, inputs = inspected_model(family), padded_batch((37, 23))
+    expected = inspect_attention(model, [inputs], num_landmarks=[8])
+
+    def on_the_cpu(device):
+        return torch.device("cpu") if device.type == NAME else device
+
+    with (
+        emulated_devices(like_mps=True) as (device, _),
+        mock.patch.object(inspection, "measuring_device", on_the_cpu),
+    ):
+        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+        found = inspect_attention(model.to(device), [inputs], num_landmarks=[8])
+    assert found.settings == expected.settings
+    for index, layer in found.layers.items():
+        for setting in layer.errors:
+            torch.testing.assert_close(found.output_error(index, setting), expected.output_error(index, setting))
+        torch.testing.assert_close(layer.spectrum.tails, expected.layers[index].spectrum.tails, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", FAMILIES)
+def test_a_device_without_float64_such_as_apples_mps(elsewhere, option):
+    elsewhere(train_without_float64, option)
+
+
+@pytest.mark.parametrize("family", ["Nystromformer", "Linformer", "LinearTransformer", "Bert"])
+def test_inspection_on_a_device_without_float64(elsewhere, family):
+    elsewhere(inspect_without_float64, family)
 
 
 @pytest.mark.parametrize("option", FAMILIES)

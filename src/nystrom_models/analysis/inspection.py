@@ -194,6 +194,12 @@ class _Measuring:
         return torch.stack([row.exact_map(place)[:, 0], row.approximation(setting, place)[0][:, 0]])
 
 
+def measuring_device(device: torch.device) -> torch.device:
+    """The device on which a model on `device` is measured: the CPU for Apple's MPS, which has no float64, and whose
+    singular values and adaptive pooling do not work in all versions of PyTorch."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 class _Row:
     """The valid tokens of one row in one layer: query, key, value (H, N, D), in float32 at least."""
 
@@ -203,7 +209,8 @@ class _Row:
         if attention.mask is not None:
             states = tuple(tensor[:, attention.mask[row]] for tensor in states)  # type: ignore[assignment]
         dtype = torch.promote_types(attention.query.dtype, torch.float32)
-        self.query, self.key, self.value = (tensor.to(dtype) for tensor in states)
+        device = measuring_device(attention.query.device)
+        self.query, self.key, self.value = (tensor.to(device, dtype) for tensor in states)
         self.length = self.query.shape[1]
 
     def exact_map(self, rows: Tensor) -> Tensor:
@@ -213,8 +220,8 @@ class _Row:
         """The map (H, R, N) and the output (H, R, D)."""
         if self.attention.own is not None:
             # In these models, the valid tokens come first in each row.
-            own_map, output = self.attention.own(rows)
-            return own_map[self.row, :, :, : self.length].to(self.query.dtype), output[self.row].to(self.query.dtype)
+            own_map, output = self.attention.own(rows.to(self.attention.query.device))
+            return own_map[self.row, :, :, : self.length].to(self.query), output[self.row].to(self.query)
         iterations = setting.pinv_iterations or 0
         found = nystrom_map(self.query, self.key, setting.num_landmarks, iterations, self.attention.scaling, rows)
         return found, found @ self.value

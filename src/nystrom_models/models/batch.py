@@ -215,7 +215,9 @@ def _lay_out(mask: Tensor | None, shape: tuple[int, int], device: torch.device, 
         return Batch(shape, shape, torch.arange(length, device=device)[None])
     if not pack or count == 0 or count > (1 - LEAST_PADDING) * batch * length:
         return _in_place(mask) if in_place else _by_rank(mask)
-    sources = mask.flatten().nonzero_static(size=count).squeeze(-1)
+    # On a GPU, nonzero would wait for the count once more. Apple's MPS has no nonzero_static in PyTorch 2.11.
+    is_valid = mask.flatten()
+    sources = (is_valid.nonzero_static(size=count) if is_valid.is_cuda else is_valid.nonzero()).squeeze(-1)
     ranks = token_ranks(mask).flatten().index_select(0, sources)
     if count == batch * longest:
         # Rows of one length have no padding.
