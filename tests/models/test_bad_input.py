@@ -183,6 +183,14 @@ BAD_CALLS = {
     "both inputs": ({"input_ids": IDS, "inputs_embeds": torch.zeros(1, 10, 32)}, "input_ids or inputs_embeds"),
     "no input": ({}, "input_ids or inputs_embeds"),
     "one row without batch": ({"input_ids": IDS[0]}, r"\(batch, length\)"),
+    "ids by choice, as long as embeddings are wide": (
+        {"input_ids": torch.full((1, 10, 32), 5)},
+        r"input_ids must be integers \(batch, length\).* \(1, 10, 32\) .*int64",
+    ),
+    "embeddings without batch": (
+        {"inputs_embeds": torch.full((10, 32), 0.5)},
+        r"inputs_embeds .*\(batch, length, 32\).* \(10, 32\) .*float32",
+    ),
     "unknown token": ({"input_ids": IDS + 90}, "vocab_size - 1 = 98.*resize_token_embeddings"),
     "unknown segment": ({"input_ids": IDS, "token_type_ids": torch.full_like(IDS, 2)}, "type_vocab_size - 1 = 1"),
     "label outside": ({"input_ids": IDS, "labels": IDS + 90}, "labels must lie.*raise vocab_size"),
@@ -314,6 +322,16 @@ def test_what_is_asked_for_besides_is_reported_and_not_refused(option, fields, a
     assert {name: getattr(model.config, name) for name in fields} == fields
     assert bool(report["missing_keys"]) == (added is not None)
     assert all(added in name for name in report["missing_keys"])
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [{"input_ids": IDS}, {"inputs_embeds": torch.full((1, 10, 32), 0.5)}],
+    ids=["token ids", "embeddings"],
+)
+def test_multiple_choice_without_choices_is_refused(inputs):
+    with pytest.raises(ValueError, match=r"must be \(batch, choices, length\).*\(1, 10"):
+        make_model("linformer-layerwise", "ForMultipleChoice")(**inputs)
 
 
 def test_the_built_in_configuration_is_refused():

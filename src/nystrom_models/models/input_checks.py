@@ -101,12 +101,22 @@ def require_pairs(inputs: Tensor, dimensions: int) -> None:
         )
 
 
+def require_choices(inputs: Tensor, dimensions: int) -> None:
+    """Raises ValueError unless inputs have several sequences in each row, (B, choices, N) or (B, choices, N, C)."""
+    if inputs.dim() != dimensions:
+        raise ValueError(
+            f"Multiple choice scores several sequences for each row: input_ids must be (batch, choices, length), but "
+            f"the inputs are {tuple(inputs.shape)}. Stack the choices of each row."
+        )
+
+
 def input_shape(config: BaseConfig, inputs: Tensor) -> tuple[int, int]:
     """The batch size and length of inputs: token ids (B, N) or embeddings (B, N, C). Raises ValueError for others."""
-    if inputs.dim() not in (2, 3):
+    # By dtype, too: ids with a dimension too many could pass for embeddings, and embeddings with one too few for ids.
+    if inputs.dim() != (3 if inputs.is_floating_point() else 2):
         raise ValueError(
-            f"input_ids must be (batch, length) and inputs_embeds (batch, length, {config.embedding_width}): got a "
-            f"tensor of shape {tuple(inputs.shape)}."
+            f"input_ids must be integers (batch, length) and inputs_embeds floats (batch, length, "
+            f"{config.embedding_width}): got a tensor of shape {tuple(inputs.shape)} and {inputs.dtype}."
         )
     if inputs.dim() == 3 and inputs.shape[2] != config.embedding_width:
         field = "hidden_size" if config.embedding_size is None else "embedding_size"

@@ -20,6 +20,7 @@ from .configuration_base import BaseConfig
 from .input_checks import (
     reject_documents,
     require,
+    require_choices,
     require_labels,
     require_labels_of_tokens,
     require_one_input,
@@ -299,7 +300,9 @@ class BaseForMultipleChoice(BasePreTrainedModel):
         """
         may_restart = self.config.is_decoder and attention_mask is None
         reject_documents(kwargs, "score", position_ids if may_restart else None)
-        choices = require_one_input(input_ids, inputs_embeds).shape[1]
+        given = require_one_input(input_ids, inputs_embeds)
+        require_choices(given, 3 if inputs_embeds is None else 4)
+        choices = given.shape[1]
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         # A choice is a row of the batch.
         inputs = [None if tensor is None else tensor.flatten(0, 1) for tensor in inputs]
