@@ -191,6 +191,14 @@ BAD_CALLS = {
         {"inputs_embeds": torch.full((10, 32), 0.5)},
         r"inputs_embeds .*\(batch, length, 32\).* \(10, 32\) .*float32",
     ),
+    "segments of another length": (
+        {"input_ids": IDS, "token_type_ids": torch.zeros_like(IDS[:, 1:])},
+        r"token_type_ids has shape \(1, 9\), but must be \(batch, length\) = \(1, 10\)",
+    ),
+    "positions of another batch": (
+        {"input_ids": IDS, "position_ids": IDS.expand(2, -1)},
+        r"position_ids has shape \(2, 10\), but must be \(batch, length\) = \(1, 10\)",
+    ),
     "unknown token": ({"input_ids": IDS + 90}, "vocab_size - 1 = 98.*resize_token_embeddings"),
     "unknown segment": ({"input_ids": IDS, "token_type_ids": torch.full_like(IDS, 2)}, "type_vocab_size - 1 = 1"),
     "label outside": ({"input_ids": IDS, "labels": IDS + 90}, "labels must lie.*raise vocab_size"),

@@ -127,6 +127,20 @@ def input_shape(config: BaseConfig, inputs: Tensor) -> tuple[int, int]:
     return inputs.shape[0], inputs.shape[1]
 
 
+def require_ids_of_tokens(name: str, ids: Tensor | None, shape: tuple[int, int]) -> None:
+    """Raises ValueError unless ids are None, (B, N), or expand to it, as (N,) and (1, N) do.
+
+    A graph is not checked, because comparing sizes would bind it to them.
+    """
+    if ids is None or not can_read_values(ids) or ids.shape == shape:
+        return
+    sizes = zip(reversed(ids.shape), reversed(shape), strict=False)
+    if ids.dim() > 2 or any(size not in (1, wanted) for size, wanted in sizes):
+        raise ValueError(
+            f"{name} has shape {tuple(ids.shape)}, but must be (batch, length) = {shape}, or (1, length) for all rows."
+        )
+
+
 def check_inputs(
     config: BaseConfig,
     inputs: Tensor,
@@ -149,6 +163,8 @@ def check_inputs(
             f"{CACHE} holds the states of {seen.shape[0]} rows, but there are {batch} rows: give the cache "
             "of these rows, or none."
         )
+    require_ids_of_tokens("token_type_ids", token_type_ids, (batch, length))
+    require_ids_of_tokens("position_ids", position_ids, (batch, length))
     if token_type_ids is not None:
         types = config.type_vocab_size
         require(
