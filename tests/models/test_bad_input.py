@@ -10,6 +10,7 @@ from transformers.models.nystromformer import NystromformerConfig as BuiltInConf
 import nystrom_models
 from nystrom_models import (
     LinearTransformerConfig,
+    LinearTransformerForCausalLM,
     LinearTransformerModel,
     LinformerConfig,
     LinformerModel,
@@ -340,6 +341,13 @@ def test_what_is_asked_for_besides_is_reported_and_not_refused(option, fields, a
 def test_multiple_choice_without_choices_is_refused(inputs):
     with pytest.raises(ValueError, match=r"must be \(batch, choices, length\).*\(1, 10"):
         make_model("linformer-layerwise", "ForMultipleChoice")(**inputs)
+
+
+@pytest.mark.parametrize("model_class", [NystromformerModel, LinearTransformerForCausalLM])
+def test_the_configuration_of_another_model_is_refused(model_class):
+    with pytest.raises(TypeError, match=r"BertConfig: AutoModel\.from_config.*model_type='bert'") as refused:
+        model_class(BertConfig())
+    assert "from_dict" not in str(refused.value)  # which refuses it, too
 
 
 def test_the_built_in_configuration_is_refused():

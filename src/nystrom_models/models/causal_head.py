@@ -31,12 +31,12 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
     tied_weights = {"lm_head.weight": None}
 
     def __init__(self, config: BaseConfig):
+        super().__init__(config)
         if not config.is_decoder:
             raise ValueError(
                 f"{type(self).__name__} predicts the next token, but its configuration describes an encoder, which "
                 f"sees that token: use {type(config).__name__}(is_decoder=True)."
             )
-        super().__init__(config)
         self.add_base_model()
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

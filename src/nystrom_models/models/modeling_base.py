@@ -130,10 +130,15 @@ class BasePreTrainedModel(PreTrainedModel):
         # Also by model_type and not only by class: code that travels with a checkpoint is imported more than once.
         same_type = config.model_type == wanted.model_type and hasattr(config, "first_position")
         if not (same_type or isinstance(config, self._config_class_of_the_family())):
+            # Of another model, few fields mean the same: `from_dict` refuses them.
+            remedy = (
+                f"make one by {wanted.__name__}.from_dict(config.to_dict())"
+                if config.model_type == wanted.model_type
+                else f"AutoModel.from_config(config) makes a model of model_type={config.model_type!r}"
+            )
             raise TypeError(
                 f"{type(self).__name__} needs a {wanted.__module__}.{wanted.__name__}, but config is a "
-                f"{type(config).__module__}.{type(config).__name__}: make one by "
-                f"{wanted.__name__}.from_dict(config.to_dict())."
+                f"{type(config).__module__}.{type(config).__name__}: {remedy}."
             )
         # Fields may have been set after the configuration was made.
         config.validate_architecture()
