@@ -17,6 +17,7 @@ from nystrom_models import (
     NystromformerConfig,
     NystromformerModel,
 )
+from nystrom_models.models.layers import TransformerLayer
 from nystrom_models.models.recurrent_cache import CACHE
 from tests.models.options import language_model, make_model
 
@@ -341,6 +342,16 @@ def test_what_is_asked_for_besides_is_reported_and_not_refused(option, fields, a
 def test_multiple_choice_without_choices_is_refused(inputs):
     with pytest.raises(ValueError, match=r"must be \(batch, choices, length\).*\(1, 10"):
         make_model("linformer-layerwise", "ForMultipleChoice")(**inputs)
+
+
+@pytest.mark.parametrize("option", ["nystromformer-by_layer", "linformer-key_value"])
+def test_a_layer_without_an_entry_in_a_list_is_named(option):
+    """As when layers are added or picked by hand."""
+    model = make_model(option)
+    field = "num_landmarks" if option.startswith("nystromformer") else "projected_dim"
+    with pytest.raises(ValueError, match=rf"{field}=\[.*\] has 2 entries, and none for layer_idx=2.*single number"):
+        model.encoder.layer.append(TransformerLayer(model.config, 2, model.self_attention_class))
+        model(IDS)
 
 
 @pytest.mark.parametrize("model_class", [NystromformerModel, LinearTransformerForCausalLM])

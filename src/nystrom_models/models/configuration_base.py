@@ -176,6 +176,21 @@ class BaseConfig(PreTrainedConfig):
             )
 
 
+def entry_of_layer(name: str, value: Any, layer_idx: int) -> Any:
+    """A layer's entry of the field `name`, whose value is a list with one for each layer, or the same for all.
+
+    Raises ValueError for a layer without an entry, which a model may have that was changed by hand.
+    """
+    if not isinstance(value, list):
+        return value
+    if layer_idx >= len(value):
+        raise ValueError(
+            f"{name}={value} has {len(value)} entries, and none for layer_idx={layer_idx}, counted from 0: give one "
+            "for each layer_idx of the model, or a single number for all."
+        )
+    return value[layer_idx]
+
+
 def require_positive(name: str, value: int) -> None:
     """Raises ValueError for a field that must be at least 1."""
     if value < 1:

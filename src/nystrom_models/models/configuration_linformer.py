@@ -5,7 +5,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import BaseConfig, require_odd_kernel, require_one_of
+from .configuration_base import BaseConfig, entry_of_layer, require_odd_kernel, require_one_of
 
 SHARING_MODES = ("none", "headwise", "key_value", "layerwise")
 PROJECTION_TYPES = ("linear", "mean_pool", "max_pool", "conv")
@@ -115,7 +115,7 @@ class LinformerConfig(BaseConfig):
 
     def layer_projected_dim(self, layer_idx: int) -> Any:
         """k of the layer `layer_idx`: a number, or a list with one for each of its heads."""
-        return self.projected_dim[layer_idx] if isinstance(self.projected_dim, list) else self.projected_dim
+        return entry_of_layer("projected_dim", self.projected_dim, layer_idx)
 
 
 __all__ = ["LinformerConfig"]

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import BaseConfig, require_odd_kernel, require_positive
+from .configuration_base import BaseConfig, entry_of_layer, require_odd_kernel, require_positive
 
 
 @strict
@@ -78,7 +78,7 @@ class NystromformerConfig(BaseConfig):
 
     def layer_num_landmarks(self, layer_idx: int) -> int | None:
         """M of the layer `layer_idx`; None for exact attention."""
-        return self.num_landmarks[layer_idx] if isinstance(self.num_landmarks, list) else self.num_landmarks
+        return entry_of_layer("num_landmarks", self.num_landmarks, layer_idx)
 
 
 __all__ = ["NystromformerConfig"]
