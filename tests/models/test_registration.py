@@ -158,3 +158,15 @@ def test_a_users_class_has_a_model_type_of_its_own(tmp_path):
     assert isinstance(again.config, UsersConfig) and torch.equal(again(ids).logits, model(ids).logits)
     with pytest.raises(TypeError, match=r"needs a .*LinformerConfig"):
         nystrom_models.LinformerForSequenceClassification(config)
+
+
+def test_a_users_class_starts_from_a_checkpoint_of_its_family(tmp_path):
+    trained, ids = make_model("nystromformer-landmarks", "ForSequenceClassification"), torch.randint(3, 99, (2, 30))
+    trained.save_pretrained(tmp_path / "trained")
+    model = UsersClassifier.from_pretrained(tmp_path / "trained")
+    assert type(model.config) is UsersConfig and model.config.model_type == UsersConfig.model_type
+    assert torch.equal(model(ids).logits, trained(ids).logits)
+    model.save_pretrained(tmp_path / "own")
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["model_type"] == UsersConfig.model_type
+    with pytest.raises(ValueError, match="model_type='linformer'"):
+        UsersConfig.from_dict({"model_type": "linformer"})

@@ -114,11 +114,14 @@ class BaseConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in Transformers; raises ValueError for the configuration of another family."""
         model_type = config_dict.get("model_type", cls.model_type)
-        if model_type != cls.model_type:
+        # A user's own configuration reads that of the family from which it derives.
+        if model_type not in {base.model_type for base in cls.__mro__ if issubclass(base, BaseConfig)}:
             raise ValueError(
                 f"This is the configuration of model_type={model_type!r}, not of {cls.model_type!r}: load it with "
                 "AutoConfig and AutoModel."
             )
+        if model_type != cls.model_type:
+            config_dict = config_dict | {"model_type": cls.model_type}
         return super().from_dict(config_dict, **kwargs)
 
     def validate_architecture(self) -> None:
