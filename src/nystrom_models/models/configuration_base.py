@@ -52,6 +52,10 @@ class BaseConfig(PreTrainedConfig):
         sparse_prediction (`bool`, defaults to `False`): with labels, compute the masked-language-modelling logits only
             where a label is not `sparse_pred_ignore_index`: logits are then (number of labels, vocab_size).
         sparse_pred_ignore_index (`int`, defaults to -100): the label of tokens that are not predicted.
+        pad_token_id (`int` or `None`, defaults to 1): the padding token, whose embedding is not trained; `None` for
+            none.
+        bos_token_id (`int` or `None`, defaults to 0): the token that begins a text, for generation.
+        eos_token_id (`int`, `list[int]` or `None`, defaults to 2): the token or tokens that end one.
         tie_word_embeddings (`bool`, defaults to `True`): share the word embeddings with the output layer.
     """
 

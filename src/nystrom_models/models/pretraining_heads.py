@@ -192,11 +192,13 @@ class BaseForMaskedLM(BaseWithLMHead):
     ) -> tuple | MaskedLMOutput:
         """
         Args:
-            labels: (B, N) int64, the tokens to predict; -100 for tokens that are not predicted. Padding never is.
+            labels: (B, N) int64, the tokens to predict; `config.sparse_pred_ignore_index` (-100) for tokens that are
+                not predicted. Padding never is.
             num_items_in_batch: divisor of the sum of the loss; if None, the number of labels that count in this batch.
             The others: see the base model.
 
-        Returns: loss, logits (B, N, V) and, on request, the base model's other outputs.
+        Returns: loss, logits (B, N, V) and, on request, the base model's other outputs. With labels and
+            `config.sparse_prediction`, logits are (number of labels that count, V).
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(
@@ -236,7 +238,8 @@ class BaseForPreTraining(BaseWithLMHead):
     ) -> tuple | ForPreTrainingOutput:
         """
         Args:
-            labels: (B, N) int64, the tokens to predict; -100 for tokens that are not predicted. Padding never is.
+            labels: (B, N) int64, the tokens to predict; `config.sparse_pred_ignore_index` (-100) for tokens that are
+                not predicted. Padding never is.
             sentence_order_label: (B,) int64, 0 for segments in their order and 1 for swapped ones, as in ALBERT.
             num_items_in_batch: divisor of the sum of the token loss; if None, the number of labels that count in this
                 batch. The sentence order loss is then weighted by this batch's share of those labels.

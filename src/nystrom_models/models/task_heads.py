@@ -292,9 +292,10 @@ class BaseForMultipleChoice(BasePreTrainedModel):
         """
         Args:
             input_ids, attention_mask, token_type_ids, position_ids: (B, choices, N).
-            inputs_embeds: (B, choices, N, C).
+            inputs_embeds: (B, choices, N, C), or (B, choices, N, embedding_size).
             labels: (B,) int64, the right choice.
             num_items_in_batch: divisor of the sum of the loss; if None, the number of labels in this batch.
+            The others: see the base model.
 
         Returns: loss, logits (B, choices) and, on request, the base model's other outputs.
         """
