@@ -224,8 +224,20 @@ def warn_of_mixed_documents(position_ids: Tensor) -> None:
         )
 
 
-def check_attention_rows(rows: Tensor, batch: int, length: int) -> None:
-    """Raises ValueError unless `attention_rows` are (R,) or (B, R) places in rows of this length."""
+def reject_earlier_tokens(seen: Tensor | None) -> None:
+    """Raises ValueError for attention maps of tokens that continue a cache. seen: None if it has seen none."""
+    if seen is not None:
+        raise ValueError(
+            f"output_attentions needs all tokens at once, but {CACHE} holds only a sum over earlier tokens: use "
+            "use_cache=False."
+        )
+
+
+def check_attention_rows(rows: Tensor, batch: int, length: int, output_attentions: bool) -> None:
+    """Raises ValueError unless maps are returned, and `attention_rows` are (R,) or (B, R) places in rows of this
+    length."""
+    if not output_attentions:
+        raise ValueError("attention_rows chooses rows of the attention maps: add output_attentions=True.")
     if rows.dim() not in (1, 2) or (rows.dim() == 2 and rows.shape[0] != batch):
         raise ValueError(
             f"attention_rows has shape {tuple(rows.shape)}, but must be (rows,) or (batch, rows) with batch={batch}."

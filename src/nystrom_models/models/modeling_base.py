@@ -27,6 +27,7 @@ from .input_checks import (
     key_mask,
     reject_arguments,
     reject_cache,
+    reject_earlier_tokens,
     require_one_input,
     warn_of_mixed_documents,
 )
@@ -325,11 +326,8 @@ class BaseModel(BasePreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
 
         mask = key_mask(attention_mask, *shape, seen)
-        if seen is not None and output_attentions:
-            raise ValueError(
-                f"output_attentions needs all tokens at once, but {CACHE} holds only a sum over earlier tokens: use "
-                "use_cache=False."
-            )
+        if output_attentions:
+            reject_earlier_tokens(seen)
         # Rows with neither a mask nor a cache may hold several documents.
         packed_positions = position_ids if attention_mask is None and cache is None else None
         restarts = packed_positions if self.config.is_decoder else None
@@ -348,9 +346,7 @@ class BaseModel(BasePreTrainedModel):
         if seen is not None and position_ids is None and limit is not None:
             check_positions(batch.positions, limit)
         if attention_rows is not None:
-            if not output_attentions:
-                raise ValueError("attention_rows chooses rows of the attention maps: add output_attentions=True.")
-            check_attention_rows(attention_rows, *shape)
+            check_attention_rows(attention_rows, *shape, output_attentions=bool(output_attentions))
         if output_attentions:
             batch.maps = AttentionMaps(None if attention_rows is None else batch.rank_of(attention_rows))
         embeddings = self.embeddings(inputs, batch, token_type_ids, position_ids)
