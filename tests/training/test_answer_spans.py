@@ -78,7 +78,7 @@ def test_scores_of_no_answer_are_json(tmp_path):
     """Other readers than Python's know no infinity."""
     run = object.__new__(QuestionAnsweringRun)
     run.args, run.task = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(version_2=True)
-    run.examples = {"test": Dataset.from_dict({"context": [CONTEXT, ""]})}
+    run.examples = {"test": Dataset.from_dict({"context": [CONTEXT, ""], "id": [0, 1]})}
     run.write("test", collect_answers([CONTEXT, ""], ROWS, FOUND, 3, 0.0))
     odds = json.loads((tmp_path / "test_null_odds.json").read_text(), parse_constant=pytest.fail)
     assert odds["0"] == 0.5 and odds["1"] > 1e300
@@ -100,3 +100,25 @@ def test_answers_of_all_windows(threshold, text):
     assert answers.n_best[1] == [
         {"text": "", "start": 0, "end": 0, "start_logit": 4.5, "end_logit": 4.5, "probability": 1.0}
     ]
+
+
+def test_white_space_around_an_answer_is_no_part_of_it():
+    """Tokens of some tokenizers begin with a space, or are one."""
+    context = "a cat sat"
+    row = {"document": 0, "context_start": 0, "char_starts": [0, 1, 2, 5], "char_ends": [1, 2, 5, 9]}
+    found = {
+        "first": [torch.tensor([2, 1, 3])],
+        "last": [torch.tensor([2, 2, 3])],
+        "first_logits": [torch.tensor([2.0, 3.0, 0.0])],
+        "last_logits": [torch.tensor([1.0, 1.0, 1.0])],
+        "null": [torch.tensor(0.0)],
+    }
+    answers = collect_answers([context], [row], found, 3, None)
+    # The same text at the same place is one answer, with its best score.
+    assert [(entry["text"], entry["start"], entry["end"], entry["start_logit"]) for entry in answers.n_best[0]] == [
+        ("cat", 2, 5, 3.0),
+        ("sat", 6, 9, 0.0),
+    ]
+
+
+ANSWER, NONE = {"text": ["cat"], "answer_start": [0]}, {"text": [], "answer_start": []}

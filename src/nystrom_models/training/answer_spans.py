@@ -76,17 +76,20 @@ def collect_answers(
         for first, last, start_logit, end_logit in zip(*columns, strict=True):
             if first < 0:
                 continue
-            span = row["char_starts"][first - begin], row["char_ends"][last - begin]
-            if not contexts[document][slice(*span)].strip():
-                continue  # a space, which is a token of some tokenizers, is no answer
-            # A span that several windows contain keeps its best score.
+            # Tokens of some tokenizers begin with a space, which is no part of an answer, or are one.
+            start, end = row["char_starts"][first - begin], row["char_ends"][last - begin]
+            text = contexts[document][start:end]
+            if not text.strip():
+                continue
+            span = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+            # A span that several windows contain, or that has several forms, keeps its best score.
             if sum(spans[document].get(span, (-math.inf, -math.inf))) < start_logit + end_logit:
                 spans[document][span] = (start_logit, end_logit)
     answers = Answers()
     for context, candidates, null in zip(contexts, spans, nulls, strict=True):
         ranked = sorted(candidates.items(), key=lambda item: -sum(item[1]))[:n_best]
         entries: list[dict[str, Any]] = [
-            {"text": context[start:end].strip(), "start": start, "end": end, "start_logit": a, "end_logit": b}
+            {"text": context[start:end], "start": start, "end": end, "start_logit": a, "end_logit": b}
             for (start, end), (a, b) in ranked
         ]
         best = entries[0]["text"] if entries else ""
