@@ -9,8 +9,9 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nystrom_models.training.answer_spans import best_spans, collect_answers
-from nystrom_models.training.question_answering import QuestionAnsweringRun
+from nystrom_models.data.question_answering import QuestionTask
+from nystrom_models.training.answer_spans import Answers, best_spans, collect_answers
+from nystrom_models.training.question_answering import QuestionAnsweringArguments, QuestionAnsweringRun
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 2**31))
@@ -119,6 +120,18 @@ def test_white_space_around_an_answer_is_no_part_of_it():
         ("cat", 2, 5, 3.0),
         ("sat", 6, 9, 0.0),
     ]
+
+
+def test_questions_without_ids_are_named_by_their_rows(tmp_path):
+    """Also if only a random sample of them is answered."""
+    run = object.__new__(QuestionAnsweringRun)
+    run.args = QuestionAnsweringArguments(output_dir=str(tmp_path), model_name_or_path="x", max_eval_samples=3)
+    run.task = QuestionTask()
+    sample = run._sample("validation", Dataset.from_dict({"context": [str(number) for number in range(20)]}))
+    run.examples, texts = {"validation": sample}, list(sample["context"])
+    run.write("validation", Answers(texts, [[]] * 3, texts, [0.0] * 3))
+    found = json.loads((tmp_path / "validation_predictions.json").read_text())
+    assert found == {text: text for text in texts} and len(found) == 3
 
 
 ANSWER, NONE = {"text": ["cat"], "answer_start": [0]}, {"text": [], "answer_start": []}

@@ -127,6 +127,12 @@ class QuestionAnsweringRun(FinetuningRun):
                 )
         return found
 
+    def _sample(self, split: str, dataset: Dataset) -> Dataset:
+        """As `FinetuningRun._sample`. Questions without ids get the numbers of their rows: a sample has others."""
+        if split != "train" and "id" not in dataset.column_names:
+            dataset = dataset.add_column("id", range(len(dataset)))
+        return super()._sample(split, dataset)
+
     def collator(self, with_index: bool = False) -> QuestionAnsweringCollator:
         """As `FinetuningRun.collator`."""
         return QuestionAnsweringCollator(self.tokenizer, with_index=with_index)
@@ -184,11 +190,10 @@ class QuestionAnsweringRun(FinetuningRun):
         return answers, {"loss": float(torch.stack(found["loss"]).double().mean()), **scores}
 
     def write(self, split: str, predictions: Answers) -> None:
-        """Writes JSON objects by the id of the question: `{split}_predictions.json` with the text, as SQuAD's scripts
-        read it, `{split}_nbest_predictions.json`, and with --version_2_with_negative `{split}_null_odds.json`."""
-        examples, folder = self.examples[split], Path(self.args.output_dir)
-        known = "id" in examples.column_names
-        names = [str(name) for name in (examples["id"] if known else range(len(examples)))]
+        """Writes JSON objects by the id of the question, or by the number of its row, from 0, if there are no ids:
+        `{split}_predictions.json` with the text, as SQuAD's scripts read it, `{split}_nbest_predictions.json`, and
+        with --version_2_with_negative `{split}_null_odds.json`."""
+        names, folder = list(map(str, self.examples[split]["id"])), Path(self.args.output_dir)
         files: dict[str, list[Any]] = {"predictions": predictions.texts, "nbest_predictions": predictions.n_best}
         if self.task.version_2:
             # A context without text has no other answer, and JSON has no infinity.
