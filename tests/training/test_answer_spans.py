@@ -135,3 +135,31 @@ def test_questions_without_ids_are_named_by_their_rows(tmp_path):
 
 
 ANSWER, NONE = {"text": ["cat"], "answer_start": [0]}, {"text": [], "answer_start": []}
+
+
+def test_a_threshold_is_recommended_if_f1_would_be_higher():
+    """Not for a difference of rounding: the sums of F1 are in another order, and here 1 / 2 and a little less."""
+    contexts = ["cat mat", "cat mat hat", "cat mat hat bat tap"]
+    run, printed = object.__new__(QuestionAnsweringRun), []
+    run.args = SimpleNamespace(n_best_size=2, null_score_diff_threshold=0.0)
+    run.task, run.where = QuestionTask(version_2=True), {"test": "the test set"}
+    run.accelerator = SimpleNamespace(print=printed.append)
+    row = {"context_start": 0, "char_starts": [0]}
+    rows = [row | {"document": number, "char_ends": [len(context)]} for number, context in enumerate(contexts)]
+    run.rows = {"test": Dataset.from_list(rows)}
+    places, zeros = [torch.tensor([0])] * 3, [torch.zeros(1)] * 3
+    found = {
+        "first": places,
+        "last": places,
+        "first_logits": zeros,
+        "last_logits": zeros,
+        "loss": [torch.zeros(())] * 3,
+    }
+    found["null"] = [torch.tensor(score) for score in (-3.0, -1.0, -2.0)]
+    run.predict = lambda *_: found
+    run.examples = {"test": Dataset.from_dict({"context": contexts, "answers": [ANSWER] * 3})}
+    _, scores = run.score(None, "test", 8)
+    assert scores["f1"] == pytest.approx(0.5) and not printed
+    run.examples = {"test": Dataset.from_dict({"context": contexts, "answers": [ANSWER, NONE, ANSWER]})}
+    _, scores = run.score(None, "test", 8)
+    assert scores["best_f1"] == pytest.approx(2 / 3) and "--null_score_diff_threshold=-2.0" in printed[0]

@@ -179,7 +179,7 @@ class QuestionAnsweringRun(FinetuningRun):
         scores = squad_scores(answers.texts, right, self.task.version_2)
         if self.task.version_2:
             scores["best_f1"], threshold = best_threshold(answers.best_texts, right, answers.differences)
-            if scores["best_f1"] > scores["f1"]:
+            if scores["best_f1"] - scores["f1"] > 1e-9:  # not by rounding: their sums are in different orders
                 self.accelerator.print(
                     f"F1 of {self.where[split]} is {scores['f1']:.4g}, and would be {scores['best_f1']:.4g} with "
                     f"--null_score_diff_threshold={threshold}."
