@@ -163,3 +163,23 @@ def test_a_threshold_is_recommended_if_f1_would_be_higher():
     run.examples = {"test": Dataset.from_dict({"context": contexts, "answers": [ANSWER, NONE, ANSWER]})}
     _, scores = run.score(None, "test", 8)
     assert scores["best_f1"] == pytest.approx(2 / 3) and "--null_score_diff_threshold=-2.0" in printed[0]
+
+
+def test_questions_of_several_windows_and_lost_answers_are_told():
+    run = object.__new__(QuestionAnsweringRun)
+    run.args = SimpleNamespace(max_seq_length=9)
+    run.examples = {"train": Dataset.from_dict({"answers": [ANSWER, ANSWER, NONE]})}
+    places = [(0, 0), (0, 3), (1, 0), (1, 0), (2, 0)]
+    rows = [{"document": number, "start_positions": place, "null_position": 0} for number, place in places]
+    assert run.notes("train", Dataset.from_list(rows)) == [
+        "2 of 3 questions have a context that does not fit into 9 tokens; it is read in 4 windows.",
+        "1 of 2 answers are not complete in any of their windows: a larger --doc_stride would help.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("split", "answers", "known"),
+    [("test", [NONE, NONE], False), ("test", [NONE, ANSWER], True), ("validation", [NONE, NONE], True)],
+)
+def test_answers_of_a_hidden_test_set_are_empty(split, answers, known):
+    assert object.__new__(QuestionAnsweringRun)._has_answers(split, Dataset.from_dict({"answers": answers})) is known
