@@ -380,6 +380,39 @@ def test_the_best_model_is_known_in_another_folder(tokenizer, examples, tmp_path
     assert "that of step 4, is not in" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("best", [4, 8], ids=["of-the-same-step", "of-a-later-step"])
+def test_the_best_model_of_another_run_is_not_taken_for_that_of_this_one(best, tokenizer, examples, tmp_path, capsys):
+    """A checkpoint that was copied alone is resumed in a folder where another run has left its best model."""
+    accelerator, one, other = create_accelerator(), tmp_path / "one", tmp_path / "other"
+
+    def evaluation(folder, values):
+        kept = BestModel(accelerator, folder, lambda model, path: save_pretrained(accelerator, model, None, path))
+        losses = iter(values)
+        return Evaluation(lambda _: {"loss": next(losses)}, 2, Goal("loss", False), kept)
+
+    short_run(tokenizer, examples, one, steps=7, evaluation=evaluation(one, [3.0, 1.0, 2.0]))
+    shutil.rmtree(one / "best_model")
+    values = [0.1 if step == best else 9.0 for step in (2, 4, 6, 8)]
+    short_run(tokenizer, examples, other, steps=9, evaluation=evaluation(other, values))
+    resumed = evaluation(other, [1.5])
+    state = short_run(
+        tokenizer, examples, other, steps=9, evaluation=resumed, resume_from_checkpoint=str(one / "checkpoint-6")
+    )
+    assert (state.best.value, state.best.step, resumed.best_model.step()) == (1.5, 8, 8)
+    assert "that of step 4, is not in" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_was_moved_keeps_the_best_model_of_its_run(tokenizer, examples, tmp_path):
+    accelerator, run = create_accelerator(), tmp_path / "run"
+    kept = BestModel(accelerator, run, lambda model, path: save_pretrained(accelerator, model, None, path))
+    losses = iter([3.0, 1.0, 2.0, 1.5])
+    evaluation = Evaluation(lambda _: {"loss": next(losses)}, 2, Goal("loss", False), kept)
+    short_run(tokenizer, examples, run, steps=7, evaluation=evaluation)
+    moved = str((run / "checkpoint-6").rename(tmp_path / "checkpoint-6"))
+    state = short_run(tokenizer, examples, run, steps=9, evaluation=evaluation, resume_from_checkpoint=moved)
+    assert (state.best.value, state.best.step, kept.step()) == (1.0, 4, 4)
+
+
 def test_patience_is_the_same_after_a_kill_between_best_model_and_checkpoint(tokenizer, examples, tmp_path):
     losses, accelerator = {2: 3.0, 4: 2.9, 6: 2.8, 8: 2.7, 10: 2.6}, create_accelerator()
 

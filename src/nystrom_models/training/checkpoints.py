@@ -18,6 +18,7 @@ from torch import nn
 from .identity import file_digest
 from .results import write_json
 from .saving import bare_model, load_weights
+from .selection import Best
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -313,13 +314,20 @@ class BestModel:
                 write_json(partial / "best.json", why)
         self.accelerator.wait_for_everyone()
 
-    def adopt(self, output_dir: Path, step: int) -> None:
-        """Takes over the best model of another run from its folder, if it is that of this step."""
+    def adopt(self, output_dir: Path, best: Best) -> bool:
+        """Takes over the best model of a run from another folder, if it is that of this evaluation. Returns whether
+        this folder now has it: it may also have been here, or have that of yet another run."""
         source = BestModel(self.accelerator, output_dir, self.save_model)
-        if self.accelerator.is_main_process and source.step() == step:
+        if self.accelerator.is_main_process and source._is_of(best):
             with self._replacement() as partial:
                 shutil.copytree(source.folder, partial, dirs_exist_ok=True)
         self.accelerator.wait_for_everyone()
+        return self._is_of(best)
+
+    def _is_of(self, best: Best) -> bool:
+        path = self.folder / "best.json"
+        saved = json.loads(path.read_text()) if path.is_file() else {}
+        return (saved.get("step"), saved.get("value")) == (best.step, best.value)
 
     @contextlib.contextmanager
     def _replacement(self) -> Iterator[Path]:

@@ -202,11 +202,15 @@ class TrainingLoop:
         kept = None if self.evaluation is None else self.evaluation.best_model
         if kept is not None and self.state.best.step is not None:
             if checkpoint.resolve().parent != Path(self.checkpoints.output_dir).resolve():
-                kept.adopt(checkpoint.parent, self.state.best.step)
-            if kept.step() != self.state.best.step and (kept.step() or 0) >= self.state.step:
+                found = kept.adopt(checkpoint.parent, self.state.best)
+                repeated = False
+            else:
+                found = kept.step() == self.state.best.step
                 # Saved after the checkpoint, before the run was killed. Its evaluation comes again.
+                repeated = not found and (kept.step() or 0) >= self.state.step
+            if repeated:
                 self.state.best = replace(self.state.best, step=None)
-            elif kept.step() != self.state.best.step:
+            elif not found:
                 self.accelerator.print(
                     f"The best model so far, that of step {self.state.best.step}, is not in {checkpoint.parent}: the "
                     "best model will be one of the later ones"
