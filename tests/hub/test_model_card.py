@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 from huggingface_hub import EvalResult, ModelCard, metadata_load
 
 import nystrom_models
 from nystrom_models.data import train_tokenizer
+from nystrom_models.training.language_modeling import data_card
 from nystrom_models.training.model_card import TEMPLATE, model_card, write_model_card
+from nystrom_models.training.pretraining import PretrainingArguments
+from nystrom_models.training.splits import first_documents
+from nystrom_models.training.token_classification import TokenClassificationArguments, TokenClassificationRun
 from tests.models.options import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +151,45 @@ def test_a_causal_model_of_any_length(tmp_path):
     ):
         assert part in card.text, part
     assert "are refused" not in card.text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"train_file": ["tags.csv"], "validation_file": ["more.csv"]},
+            "of tags.csv, and evaluated on 5 rows of its v",
+        ),
+        (
+            {"dataset_name": "ada/tags", "validation_split": "test"},
+            "of ada/tags, and evaluated on 5 rows of its test split.",
+        ),
+    ],
+    ids=["files", "split"],
+)
+def test_a_card_names_the_rows_that_were_evaluated(options, told):
+    run = object.__new__(TokenClassificationRun)
+    run.args = TokenClassificationArguments(output_dir="x", model_name_or_path="x", **options)
+    run.rows = run.examples = {"train": range(9), "validation": range(5)}
+    card = run.card()
+    assert told in card["data"] and card["dataset_split"] == options.get("validation_split", "validation")
+
+
+def test_results_of_held_out_documents_are_of_their_split():
+    """Which is that of the training documents, if the data set has no other."""
+    texts = {"text": ["One.", "Two.", "Three."]}
+    train, test = (Dataset.from_dict(texts, split=split) for split in ("train", "test"))
+    stream = IterableDataset.from_generator(lambda: ({"text": text} for text in texts["text"]), split="train")
+    held_out = train.train_test_split(test_size=1, seed=0)["test"]
+    hub, files = {"dataset_name": "ada/texts"}, {"train_file": ["texts.txt"]}
+    for flags, validation, split in (
+        (hub, held_out, "train"),
+        (hub, first_documents(stream.take(2), 2, "text"), "train"),
+        (hub | {"validation_split": "test"}, test, "test"),
+        (files, held_out, "validation"),
+    ):
+        args = PretrainingArguments(output_dir="x", model_name_or_path="x", **flags)
+        assert data_card(args, {"train": train, "validation": validation}, "words")["dataset_split"] == split
 
 
 def test_what_a_card_cannot_say_is_refused(tmp_path):

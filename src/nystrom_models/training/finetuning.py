@@ -341,11 +341,13 @@ class FinetuningRun(ABC):
         args, sets = self.args, [split for split in self.rows if split.startswith("validation")]
         trained = "Trained" if args.model_name_or_path is None else "Fine-tuned"
         name, config = args.hub_dataset()
+        evaluated = f"{' and '.join(split.replace('_', ' ') for split in sets)} set{'s' if len(sets) > 1 else ''}"
+        if args.validation_split is not None and sets == ["validation"]:
+            evaluated = f"{args.validation_split} split"
         return {
             "data": (
                 f"{trained} on {len(self.examples['train']):,} rows of {args.data_source()}, and evaluated on "
-                f"{sum(len(self.examples[split]) for split in sets):,} rows of its "
-                f"{' and '.join(split.replace('_', ' ') for split in sets)} set{'s' if len(sets) > 1 else ''}."
+                f"{sum(len(self.examples[split]) for split in sets):,} rows of its {evaluated}."
             ),
             "base_model": args.model_name_or_path,
             "dataset_name": name,

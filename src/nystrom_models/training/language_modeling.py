@@ -349,10 +349,13 @@ def data_card(args: LanguageModelingArguments, documents: Documents, how: str, h
     train = documents["train"]
     number = f"{len(train):,} documents" if isinstance(train, Dataset) else "a stream of documents"
     name, config = args.hub_dataset()
+    # Documents that were held out are of the split for training. A file is of none.
+    split = None if name is None else documents["validation"].split
     return {
         "data": f"Pretrained on {number} of {args.data_source()}, with {how}; evaluated on "
         f"{len(documents['validation']):,} documents that were held out{held_out}.",
         "base_model": args.model_name_or_path,
         "dataset_name": name,
         "dataset_config_name": config,
+        "dataset_split": str(split or args.validation_split or "validation"),
     }

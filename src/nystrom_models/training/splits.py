@@ -179,9 +179,10 @@ def first_documents(documents: IterableDataset, number: int, text_column: str, *
     """
     rows = list(documents.take(number))
     if not any(text_column in row for row in rows):
-        return Dataset.from_list(rows)
+        return Dataset.from_list(rows, split=documents.split)
     texts = {text_column: [row.get(text_column) for row in rows]}
-    return Dataset.from_dict({text_column: texts_of(texts, range(len(rows)), text_column, **counted)})
+    column = texts_of(texts, range(len(rows)), text_column, **counted)
+    return Dataset.from_dict({text_column: column}, split=documents.split)
 
 
 def _stream(
