@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, metadata_load
 
 import nystrom_models
 from nystrom_models.data import train_tokenizer
+from nystrom_models.training.arguments import DataArguments
 from nystrom_models.training.language_modeling import data_card
 from nystrom_models.training.model_card import TEMPLATE, model_card, write_model_card
 from nystrom_models.training.pretraining import PretrainingArguments
@@ -151,6 +152,15 @@ def test_a_causal_model_of_any_length(tmp_path):
     ):
         assert part in card.text, part
     assert "are refused" not in card.text
+
+
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    make_model("linformer-layerwise").save_pretrained(tmp_path / "run")
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path / "texts")
+    for folder in (".", "../texts/"):
+        assert DataArguments(dataset_name=folder).data_source() == "texts"
+        assert "fine-tuned from `texts`" in model_card(tmp_path / "run", data="", base_model=folder).text
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,10 @@ class DataArguments:
         name, config = self.hub_dataset()
         if name is not None:
             return f"{name} ({config})" if config else name
-        return ", ".join(Path(path).name for path in self.train_file or [str(self.dataset_name)])
+        # Such as that of the current folder, if it is given as a dot.
+        return ", ".join(
+            os.path.basename(os.path.abspath(path)) for path in self.train_file or [str(self.dataset_name)]
+        )
 
 
 @dataclass(kw_only=True)

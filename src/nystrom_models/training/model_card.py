@@ -355,7 +355,7 @@ def model_card(
         family=FAMILIES[config.model_type],
         architecture=architecture,
         purpose=task.purpose,
-        base_model=os.path.basename(os.path.normpath(base_model)) if base_model and local_base else base_model,
+        base_model=os.path.basename(os.path.abspath(base_model)) if base_model and local_base else base_model,
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
         max_length=_longest(config),
