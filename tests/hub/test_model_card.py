@@ -17,7 +17,7 @@ import nystrom_models
 from nystrom_models.data import train_tokenizer
 from nystrom_models.training.arguments import DataArguments
 from nystrom_models.training.language_modeling import data_card
-from nystrom_models.training.model_card import TEMPLATE, model_card, write_model_card
+from nystrom_models.training.model_card import TEMPLATE, _hardware, model_card, write_model_card
 from nystrom_models.training.pretraining import PretrainingArguments
 from nystrom_models.training.splits import first_documents
 from nystrom_models.training.token_classification import TokenClassificationArguments, TokenClassificationRun
@@ -200,6 +200,13 @@ def test_results_of_held_out_documents_are_of_their_split():
     ):
         args = PretrainingArguments(output_dir="x", model_name_or_path="x", **flags)
         assert data_card(args, {"train": train, "validation": validation}, "words")["dataset_split"] == split
+
+
+def test_another_device_than_that_of_cuda_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert _hardware().startswith("1 × MPS, ") and "CPU cores" in _hardware()
 
 
 def test_what_a_card_cannot_say_is_refused(tmp_path):

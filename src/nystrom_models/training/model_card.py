@@ -225,8 +225,11 @@ def _hardware() -> str:
     if torch.cuda.is_available():
         devices = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return ", ".join(f"{count} × {name}" for name, count in devices.items())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} CPU cores ({platform.machine()})"
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = f"{number} CPU cores ({platform.machine()})"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    # Such as Apple's MPS, whose devices have no names.
+    return cores if device is None else f"{torch.accelerator.device_count()} × {device.type.upper()}, {cores}"
 
 
 def _versions() -> str:
