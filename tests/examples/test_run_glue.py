@@ -221,6 +221,10 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
             r"--metric_for_best_model f1 is not measured; use one of loss, accuracy\.$",
         ),
         ("--task_name mrpc --do_regression", "leave out"),
+        (
+            "--task_name mrpc --train_file {train} --validation_file {train} --validation_split test",
+            "--task_name mrpc sets the data: leave out .*--validation_split",
+        ),
         ("--task_name mrpc --train_file {train}", "--validation_file"),
         ("--train_file {train} --validation_file {train} --validation_split test", "of --dataset_name: for files"),
         ("--task_name mrpc --validation_file {train}", "--train_file"),
