@@ -204,6 +204,12 @@ def test_samples_are_drawn_after_documents_were_held_out(corpus):
     assert set(other["validation"]["text"]) != set(whole["validation"]["text"])
 
 
+def test_a_stream_is_evaluated_on_the_same_sample(corpus):
+    files = {"validation_file": [f"{corpus}/train.txt"], "max_eval_samples": 10}
+    rows, stream = (documents_of(corpus, **files, streaming=streaming)["validation"] for streaming in (False, True))
+    assert list(stream["text"]) == list(rows["text"]) != [text.strip() for text in DOCUMENTS[:10]]
+
+
 def test_the_model_fills_masks(trained):
     fill = hf_pipeline("fill-mask", model=str(trained[1]))
     assert fill("First the fox and the fox [MASK] seen in the yard.")[0]["token_str"] == "were"

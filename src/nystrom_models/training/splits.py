@@ -200,7 +200,7 @@ def _stream(
         counted = "counted among the held-out ones"
         validation = first_documents(validation, args.max_eval_samples, args.text_column_name, counted=counted)
     elif args.max_eval_samples is not None:
-        validation = validation.select(range(min(len(validation), args.max_eval_samples)))
+        validation = sample(validation, args.max_eval_samples, args.seed)
     if train is None:
         return {"validation": validation}
     if args.max_train_samples is not None:
