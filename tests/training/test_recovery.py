@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForPreTraini
 
 from nystrom_models.conversion.weights import is_of_a_family
 from nystrom_models.training.identity import weights_digest
-from nystrom_models.training.lora import add_lora, merged_weights
+from nystrom_models.training.lora import LoraArguments, add_lora, load_trained, merged_weights, save_trained
 from tests.training import processes
 from tests.training.teachers import EXACT, save_student, save_teacher, train_taught
 
@@ -169,6 +169,19 @@ def test_what_lora_trains_and_by_how_much(sentence_order, folder):
     product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     merged = merged_weights(model)[f"{model.base_model_prefix}.encoder.layer.1.attention.output.dense.weight"]
     torch.testing.assert_close(merged, layer.base_layer.weight + 3 * product)
+
+
+def test_the_scale_of_lora_is_two_unless_it_is_given():
+    assert LoraArguments(lora_r=4).lora_alpha == 8 and LoraArguments(lora_r=4, lora_alpha=3.0).lora_alpha == 3
+
+
+def test_what_another_training_trained_is_refused(folder, tmp_path):
+    models = [AutoModelForPreTraining.from_pretrained(folder / "student") for _ in range(2)]
+    for model, sentence_order in zip(models, (True, False), strict=True):
+        add_lora(model, 2, 4.0, sentence_order)
+    save_trained(models[0], tmp_path)
+    with pytest.raises(RuntimeError, match=r"this run trains: they differ in .*(pooler|seq_relationship)"):
+        load_trained(models[1], tmp_path)
 
 
 @pytest.mark.parametrize("lora_r", [None, pytest.param(2, marks=pytest.mark.slow)])
