@@ -364,9 +364,12 @@ def write(results: dict, path: str) -> None:
 
 
 def read(path: str) -> dict:
-    with open(path, encoding="utf-8") as file:
-        results = json.load(file)
-    if results.get("schema_version") != SCHEMA_VERSION:
+    try:
+        with open(path, encoding="utf-8") as file:
+            results = json.load(file)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} is not a file that `python -m benchmarks run --output` wrote: {error}") from error
+    if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         raise SystemExit(f"{path}: not a result file of schema version {SCHEMA_VERSION}; run the benchmark again")
     return results
 

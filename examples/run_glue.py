@@ -75,11 +75,12 @@ class GlueArguments(TextClassificationArguments):
                 or self.do_regression
                 or self.multi_label
                 or self.dataset_name is not None
+                or self.dataset_config_name is not None
                 or self.validation_split is not None
             ):
                 raise ValueError(
-                    f"--task_name {self.task_name} sets the data: leave out --dataset_name, --validation_split, "
-                    "--text_column_names, --label_column_name, --do_regression and --multi_label."
+                    f"--task_name {self.task_name} sets the data: leave out --dataset_name, --dataset_config_name, "
+                    "--validation_split, --text_column_names, --label_column_name, --do_regression and --multi_label."
                 )
         if self.task_name != "mnli" and any(self.files("mnli")[split] for split in _OF_MNLI):
             raise ValueError("Only MNLI has mismatched sets and a diagnostic set: --task_name mnli.")

@@ -349,6 +349,16 @@ def test_layouts_of_the_papers_tables(tmp_path, capsys):
         cli.main(["table", str(path), "--layout", "linformer-table-3", "--against", "bert"])
 
 
+@pytest.mark.parametrize("command", ["table", "plot"])
+@pytest.mark.parametrize("content", [None, "no JSON", "[]"])
+def test_a_file_that_is_not_of_a_benchmark_is_named(tmp_path, command, content):
+    path = tmp_path / "other.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit, match=r"other\.json"):
+        cli.main([command, str(path)])
+
+
 @pytest.mark.slow
 def test_batches_of_as_many_tokens_at_every_length(tmp_path, capsys):
     options = ["--lengths", "16", "32", "128", "--tokens", "64", "--contenders", "ours"]

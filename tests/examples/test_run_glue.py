@@ -225,6 +225,7 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
             "--task_name mrpc --train_file {train} --validation_file {train} --validation_split test",
             "--task_name mrpc sets the data: leave out .*--validation_split",
         ),
+        ("--task_name mrpc --dataset_config_name sst2", "sets the data: leave out .*--dataset_config_name"),
         ("--task_name mrpc --train_file {train}", "--validation_file"),
         ("--train_file {train} --validation_file {train} --validation_split test", "of --dataset_name: for files"),
         ("--task_name mrpc --validation_file {train}", "--train_file"),

@@ -309,6 +309,7 @@ def test_pictures_are_read_pixel_by_pixel(cache, tmp_path, monkeypatch):
         (["--task", "listops", "--attention", "linear", "--generated_rows", "1", "1"], "three numbers"),
         (["--task", "image", "--attention", "linear", "--max_length", "9"], "1024 pixels"),
         (["--task", "listops", "--attention", "linear", "--train_file", "x.csv"], "sets the data"),
+        (["--task", "text", "--attention", "linear", "--validation_split", "test"], "leave out --validation_split"),
         (["--task", "listops", "--attention", "linear", "--data_dir", "x"], "files of image or retrieval"),
         (["--task", "listops", "--attention", "linear", "--grid", "task=text"], "--task applies to the whole run"),
         (["--task", "listops", "--model_name_or_path", "x", "--pretrain_on_task"], "starts from a new model"),

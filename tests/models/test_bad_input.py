@@ -259,6 +259,8 @@ def test_call_of_a_causal_model_is_refused(name):
 def test_misspelt_argument_is_refused():
     with pytest.raises(TypeError, match=r"unexpected argument 'mask'.*attention_mask"):
         make_model("linformer-layerwise")(IDS, mask=torch.ones(1, 10))
+    with pytest.raises(TypeError, match=r"'next_sentence_label'; .* by sentence_order_label"):
+        make_model("linformer-layerwise", "ForPreTraining")(IDS, next_sentence_label=torch.tensor([0]))
 
 
 @pytest.mark.parametrize(

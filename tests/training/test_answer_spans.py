@@ -103,6 +103,16 @@ def test_answers_of_all_windows(threshold, text):
     ]
 
 
+def test_no_answer_is_always_among_the_best_ones():
+    found = FOUND | {"null": [torch.tensor(-5.0)] * len(FOUND["null"])}
+    entries = collect_answers([CONTEXT, ""], ROWS, found, 2, 0.0).n_best[0]
+    assert [entry["text"] for entry in entries] == ["naïve", "the naïve", ""]
+    scores = [4.0, 1.0, -5.0]
+    assert entries[-1]["probability"] == pytest.approx(math.exp(-5) / sum(map(math.exp, scores)))
+    entries = collect_answers([CONTEXT, ""], ROWS, found, 2, None).n_best[0]
+    assert [entry["text"] for entry in entries] == ["naïve", "the naïve"]
+
+
 def test_white_space_around_an_answer_is_no_part_of_it():
     """Tokens of some tokenizers begin with a space, or are one."""
     context = "a cat sat"

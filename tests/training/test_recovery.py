@@ -205,6 +205,8 @@ def test_several_processes_train_the_same_model(lora_r, folder):
         ("--attention_matching_steps 8", "first 8 steps match the teacher's attention, and the run has 8"),
         ("--lora_r 0", "--lora_r must be at least 1"),
         ("--lora_alpha 2", "also give --lora_r"),
+        ("--lora_r 2 --lora_alpha inf", "--lora_alpha must be positive and finite, but is inf"),
+        ("--lora_r 2 --lora_alpha 0", "--lora_alpha must be positive and finite, but is 0"),
         ("--lora_r 2 --optim muon", "--optim adamw"),
     ],
 )

@@ -62,7 +62,10 @@ def reject_arguments(name: str, arguments: dict[str, Any], is_decoder: bool) -> 
         if argument in _IGNORED_ARGUMENTS:
             continue
         if argument not in _DECODER_ARGUMENTS:
-            raise TypeError(f"{name}.forward() got an unexpected argument {argument!r}; attention_mask marks padding.")
+            hint = "attention_mask marks padding"
+            if argument == "next_sentence_label":  # BERT's
+                hint = "the order of sentences is learned instead, by sentence_order_label"
+            raise TypeError(f"{name}.forward() got an unexpected argument {argument!r}; {hint}.")
         if is_decoder and argument == "is_causal" and value is False:
             raise ValueError(f"{name} has is_decoder=True, and sees no later token: leave is_causal=False out.")
         if value is None or value is False or (is_decoder and argument in _CAUSAL_ARGUMENTS):

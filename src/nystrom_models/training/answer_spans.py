@@ -101,7 +101,10 @@ def collect_answers(
         probabilities = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
         entries = [entry | {"probability": p} for entry, p in zip(entries, probabilities, strict=True)]
         answers.texts.append("" if threshold is not None and difference > threshold else best)
-        answers.n_best.append(sorted(entries, key=lambda entry: -entry["probability"])[:n_best])
+        kept = sorted(entries, key=lambda entry: -entry["probability"])[:n_best]
+        if threshold is not None and entries[-1] not in kept:  # no answer always has its probability in the file
+            kept.append(entries[-1])
+        answers.n_best.append(kept)
         answers.best_texts.append(best)
         answers.differences.append(difference)
     return answers

@@ -122,6 +122,8 @@ class ArenaArguments(TextClassificationArguments):
             raise ValueError(f"--data_dir holds the files of image or retrieval, not of --task {self.task}.")
         if self.task != "text" and (self.train_file or self.validation_file or self.test_file or self.dataset_name):
             raise ValueError(f"--task {self.task} sets the data: leave out --dataset_name and files.")
+        if self.validation_split is not None:
+            raise ValueError(f"--task {self.task} sets its validation set: leave out --validation_split.")
         if self.pretrain_on_task and self.config_name is None and not self._is_own(start, PRETRAINING):
             raise ValueError("--pretrain_on_task starts from a new model: leave out --model_name_or_path.")
         if self.pretrain_steps < 1:

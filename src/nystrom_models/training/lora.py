@@ -5,6 +5,7 @@ The model keeps its class. When it is saved, the matrices are merged into its we
 The trained parameters are also saved on their own: a resumed run cannot recover the matrices from merged weights.
 """
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +55,8 @@ class LoraArguments:
                 raise ValueError(f"--lora_r must be at least 1, but is {self.lora_r}.")
             if self.lora_alpha is None:
                 self.lora_alpha = 2.0 * self.lora_r
-            if not self.lora_alpha > 0:
-                raise ValueError(f"--lora_alpha must be positive, but is {self.lora_alpha}.")
+            if not 0 < self.lora_alpha < math.inf:
+                raise ValueError(f"--lora_alpha must be positive and finite, but is {self.lora_alpha}.")
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float, sentence_order: bool) -> None:
