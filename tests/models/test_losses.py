@@ -4,7 +4,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
+from transformers import AlbertConfig, AlbertForPreTraining, Trainer, TrainingArguments
 
 from tests.models.options import HEADS, make_model, padded_inputs, relative_error
 
@@ -167,6 +167,26 @@ def test_trainer_accumulates_unequal_batches_as_one(option, tmp_path):
         Trainer(model, arguments, train_dataset=rows).train()
         trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert relative_error(trained[1], trained[0]) < 1e-5
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-elu"])
+def test_a_tuple_of_outputs_has_the_order_of_alberts(option):
+    model, ids = make_model(option, "ForPreTraining"), torch.randint(3, 99, (2, 9))
+    inputs = {"labels": ids, "sentence_order_label": torch.tensor([0, 1]), "output_hidden_states": True}
+    outputs = model(ids, **inputs)
+    config = AlbertConfig(
+        vocab_size=99,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    of_albert = AlbertForPreTraining(config)(ids, **inputs)
+    assert tuple(outputs)[: len(of_albert)] == tuple(of_albert)
+    loss, logits, order, *_ = model(ids, **inputs, return_dict=False)
+    assert torch.equal(loss, outputs.loss)
+    assert torch.equal(logits, outputs.prediction_logits) and torch.equal(order, outputs.sop_logits)
 
 
 def test_predictions_are_logits_and_not_losses(tmp_path):

@@ -72,22 +72,24 @@ class PretrainingHeads(nn.Module):
 @dataclass
 class ForPreTrainingOutput(ModelOutput):
     r"""
+    In the order of ALBERT's output; the two losses come last.
+
     loss (`torch.Tensor`, *optional*): sum of the losses whose labels were given.
-    mlm_loss (`torch.Tensor`, *optional*): mean cross entropy of the masked tokens.
-    sop_loss (`torch.Tensor`, *optional*): mean cross entropy of the order of the segments.
     prediction_logits (`torch.Tensor`): (batch, length, vocab_size), before the softmax; with labels and
         `config.sparse_prediction`, (number of labels that count, vocab_size).
     sop_logits (`torch.Tensor`): (batch, 2), before the softmax; class 1 = the segments are swapped.
     hidden_states, attentions: as in Transformers, on request.
+    mlm_loss (`torch.Tensor`, *optional*): mean cross entropy of the masked tokens.
+    sop_loss (`torch.Tensor`, *optional*): mean cross entropy of the order of the segments.
     """
 
     loss: Tensor | None = None
-    mlm_loss: Tensor | None = None
-    sop_loss: Tensor | None = None
     prediction_logits: Tensor | None = None
     sop_logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+    mlm_loss: Tensor | None = None
+    sop_loss: Tensor | None = None
 
 
 # Copying a token's logits to their place takes about as long as this many multiplications for each logit.
@@ -267,10 +269,10 @@ class BaseForPreTraining(BaseWithLMHead):
         losses = [loss for loss in (mlm_loss, sop_loss) if loss is not None]
         return ForPreTrainingOutput(
             loss=torch.stack(losses).sum() if losses else None,
-            mlm_loss=mlm_loss,
-            sop_loss=sop_loss,
             prediction_logits=prediction_logits,
             sop_logits=sop_logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            mlm_loss=mlm_loss,
+            sop_loss=sop_loss,
         )
