@@ -95,7 +95,10 @@ def test_a_threshold_moves_answers_to_none(trained, tmp_path):
     assert never["validation"]["no_answer_accuracy"] == 1 and never["validation"]["has_answer_f1"] == 0
     assert never["validation"]["loss"] == pytest.approx(results["validation"]["loss"], rel=1e-4)
     assert never["validation"]["best_f1"] == pytest.approx(results["validation"]["best_f1"])
-    assert {len(entries) for entries in written(tmp_path, "test_nbest_predictions.json").values()} == {2}
+    # No answer is always among the best ones, besides two answers if it is not one of the best two.
+    for entries in written(tmp_path, "test_nbest_predictions.json").values():
+        texts = [entry["text"] for entry in entries]
+        assert texts.count("") == 1 and len(texts) == (2 if "" in texts[:2] else 3)
 
 
 def test_contexts_that_are_longer_than_the_model_are_read_in_windows(trained, squad, tmp_path, capsys):

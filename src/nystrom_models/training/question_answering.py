@@ -46,7 +46,13 @@ class QuestionAnsweringArguments(FinetuningArguments):
             "--max_seq_length, and at most 128."
         },
     )
-    n_best_size: int = field(default=20, metadata={"help": "Number of answers to each question in the n-best file."})
+    n_best_size: int = field(
+        default=20,
+        metadata={
+            "help": "Number of answers to each question in the n-best file. With --version_2_with_negative, no answer "
+            "is one of them, or comes last in addition."
+        },
+    )
     max_answer_length: int = field(default=30, metadata={"help": "Largest number of tokens of an answer."})
     null_score_diff_threshold: float = field(
         default=0.0,
