@@ -4,8 +4,9 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AlbertConfig, AlbertForPreTraining, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
+from tests.analysis.models import make_model as make_albert
 from tests.models.options import HEADS, make_model, padded_inputs, relative_error
 
 FAMILIES = ("nystromformer-landmarks", "linformer-layerwise", "linear-elu")
@@ -174,15 +175,7 @@ def test_a_tuple_of_outputs_has_the_order_of_alberts(option):
     model, ids = make_model(option, "ForPreTraining"), torch.randint(3, 99, (2, 9))
     inputs = {"labels": ids, "sentence_order_label": torch.tensor([0, 1]), "output_hidden_states": True}
     outputs = model(ids, **inputs)
-    config = AlbertConfig(
-        vocab_size=99,
-        embedding_size=8,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
-    of_albert = AlbertForPreTraining(config)(ids, **inputs)
+    of_albert = make_albert("Albert", "ForPreTraining")(ids, **inputs)
     assert tuple(outputs)[: len(of_albert)] == tuple(of_albert)
     loss, logits, order, *_ = model(ids, **inputs, return_dict=False)
     assert torch.equal(loss, outputs.loss)

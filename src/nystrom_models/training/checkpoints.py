@@ -300,8 +300,7 @@ class BestModel:
 
     def step(self) -> int | None:
         """The step of the saved model; None if there is none."""
-        path = self.folder / "best.json"
-        return json.loads(path.read_text())["step"] if path.is_file() else None
+        return self._why().get("step")
 
     def save(self, model: nn.Module, **why: Any) -> None:
         """Saves a prepared model in place of the previous best one, with JSON values such as its `step`.
@@ -325,9 +324,13 @@ class BestModel:
         return self._is_of(best)
 
     def _is_of(self, best: Best) -> bool:
+        why = self._why()
+        return (why.get("step"), why.get("value")) == (best.step, best.value)
+
+    def _why(self) -> dict[str, Any]:
+        """What was saved beside the model; nothing if there is none."""
         path = self.folder / "best.json"
-        saved = json.loads(path.read_text()) if path.is_file() else {}
-        return (saved.get("step"), saved.get("value")) == (best.step, best.value)
+        return json.loads(path.read_text()) if path.is_file() else {}
 
     @contextlib.contextmanager
     def _replacement(self) -> Iterator[Path]:
