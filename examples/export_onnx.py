@@ -26,6 +26,7 @@ from nystrom_models.data import ClassificationCollator, classification_dataset
 from nystrom_models.data.classification import TextTask
 from nystrom_models.data.files import load_files
 from nystrom_models.deployment.folder import TASKS, export_folder, load_for_export, model_inputs
+from nystrom_models.deployment.onnx import shape_of_inputs
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.results import write_results
 from nystrom_models.training.text_classification import evaluate_predictions
@@ -108,6 +109,7 @@ def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer,
         None if task.regression else names | numbers,
         task.regression,
         where="the validation set",
+        apart=model.config.dual_encoder,
     )
     return task, list(DataLoader(dataset, args.batch_size, collate_fn=ClassificationCollator(tokenizer)))
 
@@ -141,7 +143,8 @@ def random_inputs(args: ExportArguments, model: PreTrainedModel, names: Sequence
     generator = torch.Generator().manual_seed(0)
     inputs = {}
     for length in lengths:
-        ids = torch.randint(model.config.vocab_size, (args.batch_size, length), generator=generator)
+        shape = shape_of_inputs(model, args.batch_size, length)
+        ids = torch.randint(model.config.vocab_size, shape, generator=generator)
         tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
         inputs[length] = {name: tensors[name] for name in names}
     return inputs

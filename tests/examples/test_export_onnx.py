@@ -6,7 +6,7 @@ import export_onnx
 import onnxruntime
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,39 @@ def test_a_classifier_is_exported_quantized_and_evaluated(classifier, filler, wr
     arrays = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="np")
     assert torch.allclose(torch.from_numpy(session.run(["logits"], dict(arrays))[0]), logits, atol=1e-5)
     assert json.loads((folder / "config.json").read_text())["label2id"] == {"bad": 0, "good": 1}
+
+
+def test_a_classifier_with_two_towers_is_timed_and_evaluated_on_pairs(checkpoint, filler, write_rows, tmp_path):
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(checkpoint, dual_encoder=True)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    pairs = [(filler(5 + i, i), filler(12 - i, 100 + i)) for i in range(8)]
+    inputs = tokenizer([text for pair in pairs for text in pair], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        answers = model(**{name: tensor.unflatten(0, (-1, 2)) for name, tensor in inputs.items()}).logits.argmax(-1)
+    labels = [int((i < 2) ^ bool(answer)) for i, answer in enumerate(answers)]
+    rows = [{"a": a, "b": b, "label": label} for (a, b), label in zip(pairs, labels, strict=True)]
+    folder, out, file = str(tmp_path / "model"), str(tmp_path / "output"), write_rows(rows)
+    options = ["--lengths", "16", "--repeats", "1", "--text_column_names", "a", "b", "--cache_dir", str(tmp_path)]
+    results = export_onnx.main(
+        ["--model_name_or_path", folder, "--output_dir", out, "--validation_file", file, *options]
+    )
+    assert results["PyTorch"]["accuracy"] == results["ONNX Runtime"]["accuracy"] == 0.75
+    assert results["ONNX Runtime"]["difference"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_model_for_multiple_choice_is_timed(checkpoint, tmp_path):
+    torch.manual_seed(0)
+    AutoModelForMultipleChoice.from_config(AutoConfig.from_pretrained(checkpoint)).save_pretrained(tmp_path / "model")
+    options = ["--tokenizer_name", checkpoint, "--lengths", "16", "--repeats", "1"]
+    results = export_onnx.main(
+        ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "output"), *options]
+    )
+    assert results["ONNX Runtime"]["difference"] < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,16 @@ def _reads_pairs(model: PreTrainedModel) -> bool:
     return getattr(model.config, "dual_encoder", False) and type(model).__name__.endswith("ForSequenceClassification")
 
 
-def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: int) -> dict[str, Tensor]:
-    """Random rows (batch, length), or (batch, 2, length) for multiple choice and pairs: full, padded on the right, on
-    the left, and with holes."""
-    generator = torch.Generator().manual_seed(0)
+def shape_of_inputs(model: PreTrainedModel, batch: int, length: int) -> tuple[int, ...]:
+    """(batch, length); (batch, 2, length) for multiple choice, with two choices, and for pairs with `dual_encoder`."""
     several = _has_choices(model) or _reads_pairs(model)
-    shape = (batch, 2, length) if several else (batch, length)
+    return (batch, 2, length) if several else (batch, length)
+
+
+def _inputs(model: PreTrainedModel, names: Sequence[str], batch: int, length: int) -> dict[str, Tensor]:
+    """Random rows: full, padded on the right, on the left, and with holes."""
+    generator = torch.Generator().manual_seed(0)
+    shape = shape_of_inputs(model, batch, length)
     mask = torch.ones(shape, dtype=torch.long)
     mask[1::4, ..., (length + 1) // 2 :] = 0
     mask[2::4, ..., : length // 2] = 0
