@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from nystrom_models.training.hub import push
+from nystrom_models.training.hub import IGNORED_OF_CHECKPOINTS, push
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -176,6 +177,18 @@ def test_the_hub_is_asked_before_training_and_gets_every_checkpoint(hub, client,
     assert {"config.json", "tokenizer.json", "history.jsonl"} <= commits[1].keys()
     assert not {"optimizer.bin", "progress.json", "manifest.json"} & talk.files.keys()
     assert not any("/" in name or name.startswith("random_states") for name in talk.files)
+
+
+def test_the_model_of_a_checkpoint_is_uploaded_without_the_states_of_fsdp_and_deepspeed():
+    model = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "history.jsonl"]
+    model += ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    run = ["manifest.json", "progress.json", "optimizer.bin", "scaler.pt", "random_states_0.pkl"]
+    # As Accelerate names them in its `save_fsdp_model` and `save_fsdp_optimizer`, and DeepSpeed in `save_checkpoint`.
+    fsdp = ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_0/__0_0.distcp", "optimizer_0/__0_0.distcp"]
+    fsdp += ["pytorch_model_fsdp_0_rank1.bin"]
+    deepspeed = ["latest", "zero_to_fp32.py", "pytorch_model/mp_rank_00_model_states.pt"]
+    uploaded = filter_repo_objects([*model, *run, *fsdp, *deepspeed], ignore_patterns=IGNORED_OF_CHECKPOINTS)
+    assert list(uploaded) == model
 
 
 def test_faults_are_clear_and_leave_the_files(hub, client, classifier, tmp_path):

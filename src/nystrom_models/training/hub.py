@@ -12,8 +12,9 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 # Models, tokenizer, code, card, results and plots are at the top level; checkpoints and logs are in folders. Hidden
 # files are never uploaded.
 IGNORED = ["*/*", ".*"]
-# Files of a checkpoint that do not belong to its model.
+# Files of a checkpoint that do not belong to its model, also those of FSDP and of DeepSpeed.
 IGNORED_OF_CHECKPOINTS = [*IGNORED, "optimizer*", "scaler*", "random_states_*", "manifest.json", "progress.json"]
+IGNORED_OF_CHECKPOINTS += ["pytorch_model_fsdp*", "latest", "zero_to_fp32.py"]
 
 
 @contextmanager
