@@ -51,7 +51,11 @@ class LanguageModelingArguments(RunArguments, DataArguments):
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; the model's own by default."})
     streaming: bool = field(
-        default=False, metadata={"help": "Read the documents while training, without storing them."}
+        default=False,
+        metadata={
+            "help": "Read the documents while training, without storing them. Evaluations before the end need "
+            "--eval_strategy steps."
+        },
     )
     shuffle_buffer_size: int = field(
         default=10_000, metadata={"help": "With --streaming: size of the buffer from which rows are drawn at random."}

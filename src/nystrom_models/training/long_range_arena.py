@@ -59,6 +59,13 @@ class ArenaArguments(TextClassificationArguments):
             "--config_overrides num_landmarks=128, or projected_dim=128."
         },
     )
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest number of tokens of a text, a generated expression and a new model; by default that of "
+            "the task: 2000 (listops), 4000 (text, retrieval), 1024 (image, pathfinder)."
+        },
+    )
     data_dir: str | None = field(
         default=None,
         metadata={"help": "Folder of data_batch_1.bin and the others (image), or of new_aan_pairs.*.tsv (retrieval)."},

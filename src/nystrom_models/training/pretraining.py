@@ -387,7 +387,7 @@ def _held_out_loader(
     documents: Dataset | IterableDataset,
     tokenizer: PreTrainedTokenizerBase,
 ) -> DataLoader:
-    """The rows for evaluation. They are masked in the same way in every evaluation of every run."""
+    """The rows for evaluation. `--seed` draws their masks, which are the same in every evaluation."""
     collator = args.collator(tokenizer, EVAL_MLM_PROBABILITY)
     with accelerator.main_process_first():
         rows = _rows(args, documents, tokenizer, "validation")
