@@ -55,11 +55,6 @@ class CausalArguments(LanguageModelingArguments):
         },
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.torch_compile:
-            raise ValueError("--torch_compile cannot be used: a graph cannot read where documents begin in a row.")
-
 
 def _config(args: CausalArguments, tokenizer: PreTrainedTokenizerBase) -> BaseConfig:
     pad = tokenizer.pad_token_id
