@@ -182,6 +182,26 @@ def test_a_tuple_of_outputs_has_the_order_of_alberts(option):
     assert torch.equal(logits, outputs.prediction_logits) and torch.equal(order, outputs.sop_logits)
 
 
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-layerwise", "linear-causal"])
+def test_trainer_evaluates_with_liger_kernels(option, monkeypatch, tmp_path):
+    """Trainer then passes `skip_logits`, also to models that the package liger-kernel does not know."""
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda *_: None)
+    model = make_model(option, "ForCausalLM" if option == "linear-causal" else "ForMaskedLM")
+    ids = torch.randint(3, 99, (20,))
+    losses = []
+    for use_liger_kernel in (False, True):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            use_liger_kernel=use_liger_kernel,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = Trainer(model, arguments, eval_dataset=[{"input_ids": ids, "labels": ids}])
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
+
+
 def test_predictions_are_logits_and_not_losses(tmp_path):
     """`Trainer.predict` removes the outputs of `keys_to_ignore_at_inference`."""
     model = make_model("nystromformer-landmarks", "ForPreTraining")

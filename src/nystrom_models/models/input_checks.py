@@ -17,8 +17,9 @@ from .tracing import can_read_values, is_compiling
 logger = logging.get_logger(__name__)
 
 # Arguments that Transformers' tools pass to every model, and that the base model does not need. The labels come from
-# Seq2SeqTrainer, which passes them to generate(), and thereby to the encoder of an EncoderDecoderModel.
-_IGNORED_ARGUMENTS = ("num_items_in_batch", "cu_seq_lens_k", "max_length_q", "max_length_k", "labels")
+# Seq2SeqTrainer, which passes them to generate(), and thereby to the encoder of an EncoderDecoderModel; skip_logits
+# from Trainer with use_liger_kernel=True where only the loss is needed, also for models without such kernels.
+_IGNORED_ARGUMENTS = ("num_items_in_batch", "cu_seq_lens_k", "max_length_q", "max_length_k", "labels", "skip_logits")
 _CAUSAL_ARGUMENTS = ("cache_position", "is_causal")
 _DECODER_ARGUMENTS = (*_CAUSAL_ARGUMENTS, "encoder_hidden_states", "encoder_attention_mask")
 
