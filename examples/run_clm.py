@@ -6,8 +6,8 @@
 
 Documents of a row are independent: no state passes from one to the next, and none is predicted from another.
 --train_file takes documents separated by empty lines (.txt), or a column of documents (.json, .jsonl, .csv, .tsv,
-.parquet); --dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path
-continues the training of a model.
+.parquet), or sequences (FASTA); --dataset_name takes a data set of the Hub, which --streaming reads while training.
+--model_name_or_path continues the training of a model.
 """
 
 from collections.abc import Sequence

@@ -5,9 +5,9 @@
         --tokenizer_name outputs/tokenizer --train_file corpus.txt --output_dir outputs/base-512
 
 --train_file takes documents separated by empty lines (.txt), or a column of documents (.json, .jsonl, .csv, .tsv,
-.parquet); --dataset_name takes a data set of the Hub, which --streaming reads while training. --model_name_or_path
-continues the training of a model, or starts from the weights of a BERT or another encoder that can be converted.
---teacher_model_name_or_path names a teacher.
+.parquet), or sequences (FASTA); --dataset_name takes a data set of the Hub, which --streaming reads while training.
+--model_name_or_path continues the training of a model, or starts from the weights of a BERT or another encoder that
+can be converted. --teacher_model_name_or_path names a teacher.
 """
 
 from collections.abc import Sequence

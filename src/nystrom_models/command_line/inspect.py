@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text_file",
         required=True,
         nargs="+",
-        help="Text to measure on: .txt with empty lines between documents, .json, .jsonl, .csv, .tsv or .parquet, "
-        "each also .gz.",
+        help="Text to measure on: .txt with empty lines between documents, .json, .jsonl, .csv, .tsv, .parquet "
+        "or FASTA (then with --text_column_name sequence), each also .gz.",
     )
     parser.add_argument("--output_dir", required=True, help="Folder to write to.")
     parser.add_argument("--text_column_name", default="text", help="Column of the text (default: text).")
