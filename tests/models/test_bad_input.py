@@ -291,6 +291,14 @@ def test_label_outside_is_refused(head, labels, message):
         make_model("nystromformer-landmarks", head)(IDS, **labels)
 
 
+@pytest.mark.parametrize("labels", [torch.tensor([1]), torch.tensor([[0.0, 1.0]])], ids=["class", "several"])
+def test_unknown_problem_type_is_refused(labels):
+    """Transformers accepts any word, also when the configuration is made."""
+    model = make_model("linear-elu", "ForSequenceClassification", problem_type="multi_label")
+    with pytest.raises(ValueError, match=r"problem_type='multi_label' is unknown: .* multi_label_classification"):
+        model(IDS, labels=labels)
+
+
 def test_unknown_attention_implementation_is_refused():
     config = make_model("nystromformer-landmarks").config
     with pytest.raises(ValueError, match=r"does not support Flash Attention|FlashAttention|flash_attention_2"):

@@ -4,7 +4,7 @@
 Legend: B batch, N tokens, C hidden size.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_base import BaseConfig
+from .configuration_base import BaseConfig, require_one_of
 from .input_checks import (
     reject_documents,
     require,
@@ -132,6 +132,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         """The configuration's, or else what follows from labels, which a later call with other labels may change."""
         given = self.config.problem_type
         if given is not None and given != self.inferred_problem_type:
+            require_one_of("problem_type", given, get_args(ProblemType))
             return given
         found: ProblemType
         if self.num_labels == 1:
