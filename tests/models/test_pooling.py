@@ -121,6 +121,15 @@ def test_the_pooler_of_a_causal_model_reads_the_last_valid_token():
             torch.testing.assert_close(outputs.pooler_output[row], torch.tanh(model.pooler.dense(state)))
 
 
+@pytest.mark.parametrize("pooling", ["max", None])
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForMultipleChoice"])
+def test_another_pooling_is_refused_after_the_model_was_made(head, pooling):
+    model = make_model("linear-elu", head)
+    model.config.classifier_pooling = pooling
+    with pytest.raises(ValueError, match=f"classifier_pooling={pooling!r} is unknown: use one of first, mean, last"):
+        model(**padded_inputs(head))
+
+
 def pairs():
     """Four pairs, of which some texts are padded on the left, some on the right."""
     mask = torch.ones(4, 2, 24, dtype=torch.long)
