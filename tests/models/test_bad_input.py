@@ -354,6 +354,15 @@ def test_multiple_choice_without_choices_is_refused(inputs):
         make_model("linformer-layerwise", "ForMultipleChoice")(**inputs)
 
 
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-headwise", "linear-elu", "linear-causal"])
+def test_a_direction_that_changes_after_the_model_was_made_is_refused(option):
+    """Convolutions, caches and linear attention read it at every call, poolers and softmax attention do not."""
+    model = make_model(option)
+    model.config.is_decoder = wanted = not model.config.is_decoder
+    with pytest.raises(ValueError, match=f"made with is_decoder={not wanted}: .* again with is_decoder={wanted}"):
+        model(IDS)
+
+
 @pytest.mark.parametrize("option", ["nystromformer-by_layer", "linformer-key_value"])
 def test_a_layer_without_an_entry_in_a_list_is_named(option):
     """As when layers are added or picked by hand."""

@@ -89,6 +89,16 @@ def reject_cache(name: str, cache: Any, use_cache: bool | None, is_decoder: bool
             raise ValueError(f"{argument} is for models with recurrent states; {name} {reason}: {remedy}.")
 
 
+def require_direction(name: str, is_decoder: bool, made_with: bool) -> None:
+    """Raises ValueError if `is_decoder` was changed after the model called `name` was made: some of its parts would be
+    causal, and others not."""
+    if is_decoder != made_with:
+        raise ValueError(
+            f"config.is_decoder is {is_decoder}, but this {name} was made with is_decoder={made_with}: set it back or "
+            f"load the model again with is_decoder={is_decoder}. Models of both kinds need a configuration each."
+        )
+
+
 def require_one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """The input that is given; raises ValueError unless exactly one of the two is."""
     if (input_ids is None) == (inputs_embeds is None):

@@ -28,6 +28,7 @@ from .input_checks import (
     reject_arguments,
     reject_cache,
     reject_earlier_tokens,
+    require_direction,
     require_one_input,
     warn_of_mixed_documents,
 )
@@ -261,6 +262,7 @@ class BaseModel(BasePreTrainedModel):
 
     def __init__(self, config: BaseConfig, add_pooling_layer: bool = True):
         super().__init__(config)
+        self.is_decoder = config.is_decoder
         self.embeddings = Embeddings(config)
         self.encoder = self.stack_class(config, self.self_attention_class)
         self.pooler = Pooler(config) if add_pooling_layer else None
@@ -311,6 +313,7 @@ class BaseModel(BasePreTrainedModel):
         Returns: last_hidden_state (B, N, C), pooler_output (B, C), and on request hidden_states and attentions
             (B, H, N or R, N). Hidden states are zero at padding.
         """
+        require_direction(type(self).__name__, self.config.is_decoder, made_with=self.is_decoder)
         reject_arguments(type(self).__name__, kwargs, self.config.is_decoder)
         cache = self._cache(given_cache(cache, past_key_values), use_cache)
         inputs = require_one_input(input_ids, inputs_embeds)
