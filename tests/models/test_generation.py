@@ -374,6 +374,8 @@ def test_what_a_state_cannot_do_is_refused_by_name():
         model(torch.full((2, 51), 5), cache=cache)
     with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64.*generate fewer tokens"):
         greedy(model, ids, max_new_tokens=52)
+    with pytest.raises(ValueError, match=r"longer than max_position_embeddings=64: truncate the prompt"):
+        greedy(model, torch.full((1, 70), 5), max_new_tokens=2)
     with pytest.raises(ValueError, match=r"sees no later token: leave is_causal=False out"):
         model(ids, is_causal=False)
     with pytest.raises(ValueError, match=r"encoder_hidden_states is for other decoders.*no cross-attention"):

@@ -219,8 +219,9 @@ def check_positions(positions: Tensor, limit: int) -> None:
     """Raises ValueError for tokens (B, ...) that continue a text beyond the longest sequence."""
     require(
         (positions < limit).all(),
-        f"With the tokens before, the sequence is longer than max_position_embeddings={limit}: generate fewer tokens, "
-        f"or raise the limit by resize_position_embeddings({2 * limit}).",
+        f"With the tokens before, the sequence is longer than max_position_embeddings={limit}: truncate the prompt "
+        "(truncation=True with a smaller max_length), generate fewer tokens, or raise the limit by "
+        f"resize_position_embeddings(), to {2 * limit} or more.",
     )
 
 
