@@ -193,6 +193,13 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"rows\.jsonl, line 2: not UTF-8"),
         ("rows.jsonl", b'{"label": 1}\n{"label": "x"}\n', r"rows\.jsonl, line 2, column 'label': .* int64 vs string"),
         ("rows.jsonl", b'{"label": true}\n{"label": 3}\n', r"rows\.jsonl, line 2, column 'label': .* bool vs int64"),
+        # pyarrow makes 1.0 of true.
+        (
+            "rows.jsonl",
+            b'{"label": 0.5}\n{"label": true}\n',
+            r"rows\.jsonl, line 2, column 'label': .* double vs bool",
+        ),
+        ("rows.jsonl", b'{"label": [0.5, true]}\n', r"rows\.jsonl, line 1, column 'label': .* got true or false"),
         ("rows.jsonl", b'{"label": [1, "x"]}\n', r"rows\.jsonl, line 1, column 'label': Could not convert 'x'"),
         # Half a character outside the basic plane.
         ("rows.jsonl", b'{"label": "\\ud83d"}', r"rows\.jsonl, line 1: surrogates not allowed, .*'\\ud83d'"),

@@ -110,8 +110,32 @@ def _columns(rows: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, ...]:
 def _with_types(schema: pa.Schema, columns: dict[str, list[Any]]) -> pa.Schema:
     """A schema to which the types of these values are added. Integers and other numbers have the type of the latter;
     texts that look like dates are texts."""
-    types = pa.schema([(name, pa.array(values).type) for name, values in columns.items()])
+    types = pa.schema([(name, _type(values)) for name, values in columns.items()])
     return pa.unify_schemas([schema, types], promote_options="permissive")
+
+
+def _type(values: list[Any]) -> pa.DataType:
+    """The type that holds these values. Raises a pyarrow.ArrowException if there is none."""
+    array = pa.array(values)
+    # Among decimal numbers, pyarrow makes 1.0 of true.
+    if _has_decimals(array.type) and not _same(values, array.to_pylist()):
+        raise pa.ArrowTypeError("Expected numbers, got true or false")
+    return array.type
+
+
+def _has_decimals(dtype: pa.DataType) -> bool:
+    """Whether values of this type are decimal numbers, or hold them at any depth."""
+    inner = [dtype.field(i).type for i in range(dtype.num_fields)]
+    return pa.types.is_floating(dtype) or any(map(_has_decimals, inner))
+
+
+def _same(value: Any, stored: Any) -> bool:
+    """Whether a JSON value is still true or false where it was before."""
+    if isinstance(value, list):
+        return all(map(_same, value, stored))
+    if isinstance(value, dict):
+        return all(_same(item, stored[name]) for name, item in value.items())
+    return not isinstance(value, bool) or value is stored
 
 
 _LEFT_OUT = "columns that are left out"
