@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from .configuration_base import POOLINGS, require_one_of
-
 
 def pool(hidden_states: Tensor, attention_mask: Tensor | None, pooling: str) -> Tensor:
     """(B, C) of states (B, N, C).
@@ -19,10 +17,7 @@ def pool(hidden_states: Tensor, attention_mask: Tensor | None, pooling: str) -> 
             columns of earlier tokens, which are in a cache.
         pooling: "first" or "last": the state of that valid token; "mean": the mean over the valid tokens. A row
             without a valid token gives its first or last state, or zero for the mean. A row of length 0 gives zero.
-
-    Raises ValueError for another pooling, which a configuration may have that was changed by hand.
     """
-    require_one_of("classifier_pooling", pooling, POOLINGS)
     length = hidden_states.shape[1]
     if not is_tracing(hidden_states) and length == 0:
         return hidden_states.sum(dim=1)

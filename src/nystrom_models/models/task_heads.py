@@ -16,7 +16,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_base import BaseConfig, require_one_of
+from .configuration_base import POOLINGS, BaseConfig, require_one_of
 from .input_checks import (
     reject_documents,
     require,
@@ -55,6 +55,15 @@ class ClassificationHead(nn.Module):
 def classifier_dropout(config: BaseConfig) -> float:
     """Dropout of classification heads: `classifier_dropout`, or `hidden_dropout_prob` if that is None."""
     return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+
+
+def classifier_pooling(config: BaseConfig) -> str:
+    """How classification heads pool the states. It may have been changed after the configuration was made.
+
+    Raises ValueError if it is unknown.
+    """
+    require_one_of("classifier_pooling", config.classifier_pooling, POOLINGS)
+    return config.classifier_pooling
 
 
 class BaseForSequenceClassification(BasePreTrainedModel):
@@ -104,7 +113,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
             require_pairs(require_one_input(input_ids, inputs_embeds), 3 if inputs_embeds is None else 4)
             inputs = [None if tensor is None else tensor.flatten(0, 1) for tensor in inputs]
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
-        pooled = pool(outputs.last_hidden_state, inputs[1], self.config.classifier_pooling)
+        pooled = pool(outputs.last_hidden_state, inputs[1], classifier_pooling(self.config))
         if self.config.dual_encoder:
             pooled = pooled.unflatten(0, (-1, 2))
         logits = self.classifier(pooled)
@@ -309,7 +318,7 @@ class BaseForMultipleChoice(BasePreTrainedModel):
         # A choice is a row of the batch.
         inputs = [None if tensor is None else tensor.flatten(0, 1) for tensor in inputs]
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
-        pooled = pool(outputs.last_hidden_state, inputs[1], self.config.classifier_pooling)
+        pooled = pool(outputs.last_hidden_state, inputs[1], classifier_pooling(self.config))
         logits = self.classifier(self.activation(self.pre_classifier(pooled))).view(-1, choices)
         loss = None
         if labels is not None:
