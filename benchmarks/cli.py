@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--compiled",
         action="store_true",
         help="instead print the resources of the compiled kernels, without a GPU: registers, shared memory, spills, "
-        "barriers (minutes)",
+        "barriers (half an hour)",
     )
     alone.add_argument(
         "--capabilities",
