@@ -13,8 +13,11 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 # files are never uploaded.
 IGNORED = ["*/*", ".*"]
 # Files of a checkpoint that do not belong to its model, also those of FSDP and of DeepSpeed.
-IGNORED_OF_CHECKPOINTS = [*IGNORED, "optimizer*", "scaler*", "random_states_*", "manifest.json", "progress.json"]
-IGNORED_OF_CHECKPOINTS += ["pytorch_model_fsdp*", "latest", "zero_to_fp32.py"]
+IGNORED_OF_CHECKPOINTS = [
+    *IGNORED,
+    *("optimizer*", "scaler*", "random_states_*", "manifest.json", "progress.json"),
+    *("pytorch_model_fsdp*", "latest", "zero_to_fp32.py"),
+]
 
 
 @contextmanager

@@ -36,6 +36,7 @@ Attention = Literal["softmax", "nystrom", "linformer", "linear"]
 ATTENTIONS = get_args(Attention)
 CONFIGURATION, PRETRAINING = "configuration", "pretraining"  # folders in --output_dir
 _FINISHED = "finished.json"
+_LENGTHS = ", ".join(f"{task.max_length} ({name})" for name, task in ARENA_TASKS.items())
 IMDB = "stanfordnlp/imdb"
 IMDB_ROWS, IMDB_VALIDATION_ROWS = 25_000, 2_000
 IMDB_WHERE = "The data set stanfordnlp/imdb of the Hub has them; without --train_file and --test_file it is loaded"
@@ -63,7 +64,7 @@ class ArenaArguments(TextClassificationArguments):
         default=None,
         metadata={
             "help": "Largest number of tokens of a text, a generated expression and a new model; by default that of "
-            "the task: 2000 (listops), 4000 (text, retrieval), 1024 (image, pathfinder)."
+            f"the task: {_LENGTHS}."
         },
     )
     data_dir: str | None = field(
