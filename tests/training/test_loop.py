@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForPreTraining,
     AutoTokenizer,
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from nystrom_models.data import PretrainingCollator, RowLoader, classification_dataset, eval_dataloader
+from nystrom_models.models import input_checks
 from nystrom_models.training import (
     ClassificationObjective,
     Evaluation,
@@ -92,6 +94,40 @@ def test_sparse_logits_give_the_same_losses_and_scores(examples, tokenizer):
     histories = [pretrain(model, examples, tokenizer).history for model in models]
     for full, sparse in zip(*histories, strict=True):
         assert full == pytest.approx(sparse | {"tokens_per_second": full["tokens_per_second"]}, rel=1e-4, nan_ok=True)
+
+
+class _Reads(TorchDispatchMode):
+    """Collects the operations for which the host would wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        by_mask = (
+            "index" in name
+            and isinstance(args[1], list | tuple)
+            and any(place is not None and place.dtype == torch.bool for place in args[1])
+        )
+        if by_mask or name in ("nonzero", "_local_scalar_dense"):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_seldom_waits_for_a_gpu(examples, tokenizer, monkeypatch):
+    """A step reads the number of masked tokens, and, without a dispatched operation, loss and norm together."""
+    monkeypatch.setattr(input_checks, "can_read_values", lambda tensor: False)  # a GPU asserts without waiting
+    model = tiny_model("nystromformer", tokenizer, sparse_prediction=True, unpad_inputs=False)
+    reads, take_step = _Reads(), loop.TrainingLoop.take_step
+
+    def observed(*arguments):
+        with reads:
+            take_step(*arguments)
+
+    monkeypatch.setattr(loop.TrainingLoop, "take_step", observed)
+    pretrain(model, examples, tokenizer, steps=3)
+    assert reads.found == ["nonzero"] * 3
 
 
 def test_classification_learns(texts, tokenizer):

@@ -123,16 +123,29 @@ class BaseWithLMHead(BasePreTrainedModel):
         if self.cls.predictions.bias is not None:
             self.cls.predictions.bias = new_embeddings.bias
 
+    def counted_labels(self, labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """With `sparse_prediction`, the places of the labels (B, N) that count in the flattened batch, int64.
+
+        On a GPU, the host waits for their number. Called before the base model, this does not wait for its results.
+        """
+        if labels is None or not self.config.sparse_prediction:
+            return None
+        if attention_mask is not None and attention_mask.shape != labels.shape:
+            return None  # wrong inputs, for which the base model or `predict_tokens` has a message
+        ignore = self.config.sparse_pred_ignore_index
+        return _places_that_count(ignore_padding(labels, attention_mask, ignore), ignore)
+
     def predict_tokens(
         self,
         outputs: BaseModelOutput,
         attention_mask: Tensor | None,
         labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
+        counted: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Computes three results from the base model's outputs and labels (B, N): the logits of tokens (B, N, V), or
-        (number of labels that count, V) with `sparse_prediction`; the logits of the sentence order; the loss of the
-        tokens."""
+        """Computes three results from the base model's outputs, labels (B, N) and the result of `counted_labels`: the
+        logits of tokens (B, N, V), or (number of labels that count, V) with `sparse_prediction`; the logits of the
+        sentence order; the loss of the tokens."""
         states, pooled = outputs.last_hidden_state, outputs.pooler_output
         ignore = self.config.sparse_pred_ignore_index
         if labels is not None:
@@ -141,8 +154,9 @@ class BaseWithLMHead(BasePreTrainedModel):
             labels = ignore_padding(labels, attention_mask, ignore).to(states.device)
         places = None
         if labels is not None and self.config.sparse_prediction:
-            counted = labels.flatten() != ignore
-            states, labels = states.flatten(0, 1)[counted], labels.flatten()[counted]
+            counted = _places_that_count(labels, ignore) if counted is None else counted.to(states.device)
+            # By places and not by a mask, whose places would be read three times.
+            states, labels = states.flatten(0, 1).index_select(0, counted), labels.flatten().index_select(0, counted)
         elif outputs.token_places is not None and self._pays_without_padding(outputs.token_places, states):
             shape, places = states.shape[:2], outputs.token_places.to(states.device)
             # The state of all padding is zero: one extra token gives the logits of all padding.
@@ -158,6 +172,11 @@ class BaseWithLMHead(BasePreTrainedModel):
         # The backward pass has two more products of the forward pass's size.
         products = 3 if torch.is_grad_enabled() else 1
         return products * self.config.embedding_width * padding > MULTIPLICATIONS_OF_A_COPY
+
+
+def _places_that_count(labels: Tensor, ignore_index: int) -> Tensor:
+    """The places of the labels that are not `ignore_index`, int64 of shape (number of them,)."""
+    return (labels.flatten() != ignore_index).nonzero().squeeze(-1)
 
 
 def _at_all_places(logits: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
@@ -203,10 +222,11 @@ class BaseForMaskedLM(BaseWithLMHead):
             `config.sparse_prediction`, logits are (number of labels that count, V).
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        counted = self.counted_labels(labels, attention_mask)
         outputs = self.base_model(
             *inputs, output_attentions, output_hidden_states, output_token_places=True, return_dict=True, **kwargs
         )
-        logits, _, loss = self.predict_tokens(outputs, attention_mask, labels, num_items_in_batch)
+        logits, _, loss = self.predict_tokens(outputs, attention_mask, labels, num_items_in_batch, counted)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -252,11 +272,12 @@ class BaseForPreTraining(BaseWithLMHead):
         if sentence_order_label is not None:
             reject_documents(kwargs, "sentence order")
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        counted = self.counted_labels(labels, attention_mask)
         outputs = self.base_model(
             *inputs, output_attentions, output_hidden_states, output_token_places=True, return_dict=True, **kwargs
         )
         prediction_logits, sop_logits, mlm_loss = self.predict_tokens(
-            outputs, attention_mask, labels, num_items_in_batch
+            outputs, attention_mask, labels, num_items_in_batch, counted
         )
         sop_loss = None
         if sentence_order_label is not None:

@@ -238,8 +238,8 @@ class TrainingLoop:
         """Computes the gradient over all micro-batches of all processes, and updates the weights."""
         accelerator = self.accelerator
         objective = self.objective.at_step(self.state.step)
-        counts = self._count_targets(objective, step)
-        totals = accelerator.reduce({name: count.sum() for name, count in counts.items()}, "sum")
+        names, counts = self._count_targets(objective, step)
+        totals = accelerator.reduce(counts.sum(1), "sum")
         loss, scores = torch.zeros((), device=accelerator.device), Sums(accelerator)
         for number, (batch, num_rows) in enumerate(zip(step.batches, step.num_rows, strict=True)):
             accelerator.sync_gradients = number == len(step.batches) - 1
@@ -247,7 +247,7 @@ class TrainingLoop:
             averages = accelerator.sync_gradients and not objective.is_partial
             with nullcontext() if averages else accelerator.no_sync(self.model):
                 batch = send_to_device(batch, accelerator.device, non_blocking=True)
-                shares = {name: (count[number], totals[name]) for name, count in counts.items()}
+                shares = {name: (counts[i, number], totals[i]) for i, name in enumerate(names)}
                 loss += self._backward(objective, batch, shares, num_rows > 0, scores)
         if objective.is_partial:
             self._average_gradients()
@@ -263,14 +263,14 @@ class TrainingLoop:
             if parameter.grad is not None:
                 parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
 
-    def _count_targets(self, objective: Objective, step: Step) -> dict[str, Tensor]:
-        """The number of targets of every loss in every micro-batch, int64 of shape (micro-batches,)."""
+    def _count_targets(self, objective: Objective, step: Step) -> tuple[list[str], Tensor]:
+        """The names of the losses, and the number of targets of each in every micro-batch, int64 of shape (losses,
+        micro-batches)."""
         targets = [objective.num_targets(batch) for batch in step.batches]
-        rows = torch.tensor(step.num_rows) > 0
-        return {
-            name: (torch.stack([counts[name] for counts in targets]) * rows).to(self.accelerator.device)
-            for name in targets[0]
-        }
+        names, rows = list(targets[0]), torch.tensor(step.num_rows) > 0
+        counts = torch.stack([torch.stack([counts[name] for counts in targets]) * rows for name in names])
+        # A blocking copy would wait until a GPU has finished the step before.
+        return names, counts.to(self.accelerator.device, non_blocking=True)
 
     def _backward(
         self,
@@ -307,10 +307,16 @@ class TrainingLoop:
         """Steps the optimizer, and counts the scores, if loss and gradient are finite; always steps the schedule."""
         accelerator, signals = self.accelerator, self.signals
         flags = [torch.full_like(loss, flag) for flag in (signals.stop, signals.take_save())]
-        total_loss, stop, save = accelerator.reduce(torch.stack([loss, *flags]), "sum").tolist()
+        sums = accelerator.reduce(torch.stack([loss, *flags]), "sum")
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if isinstance(norm, Tensor):
+            # Read together, because the host waits for a GPU at each reading.
+            dtype = self.window.dtype
+            total_loss, stop, save, norm = torch.cat([sums.to(dtype), norm.to(sums.device, dtype).view(1)]).tolist()
+        else:  # from DeepSpeed
+            total_loss, stop, save = sums.tolist()
         # All processes act after the same step, whichever of them got the signal. A later signal counts for the next.
         self.stop, self.save_now = stop > 0, save > 0
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(total_loss):
             self._skip_step("loss", where)
             if accelerator.scaler is not None:

@@ -72,14 +72,16 @@ def classification_scores(
     logits: Tensor, labels: Tensor, loss: str, accuracy: str, with_loss: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Scores of logits (B, ..., C) against labels (B, ...) that are not -100; or of logits (T, C) for these labels."""
-    mask = labels != -100
-    predicted, targets = logits.argmax(-1), labels[mask]
+    mask, predicted = labels != -100, logits.argmax(-1)
     everywhere = logits.shape[:-1] == labels.shape
     rows = mask if mask.ndim > 1 else mask[:, None]
-    scores = {accuracy: _sums_by_row((predicted[mask] if everywhere else predicted) == targets, rows)}
+    # Not by indexing with the mask: on a GPU, the host would wait for the number of labels in every step.
+    spread = predicted if everywhere else torch.zeros_like(labels).masked_scatter(mask, predicted)
+    right = ((spread == labels) & mask).view_as(rows)
+    scores = {accuracy: (right.flatten(1).sum(1).float(), rows.flatten(1).sum(1).float())}
     if with_loss:
         logits = (logits[mask] if everywhere else logits).float()
-        scores[loss] = _sums_by_row(F.cross_entropy(logits, targets, reduction="none"), rows)
+        scores[loss] = _sums_by_row(F.cross_entropy(logits, labels[mask], reduction="none"), rows)
     return scores
 
 
