@@ -52,6 +52,8 @@ def test_of_another_package():
 
 def test_steps_are_those_of_either_optimizer(monkeypatch):
     """On a processor with bfloat16, to the last bit; also after the state was saved and loaded."""
+    # Elsewhere, PyTorch may sum the products of a batch in another order.
+    exact = muon.has_fast_bfloat16()
     monkeypatch.setattr(muon, "has_fast_bfloat16", lambda: True)
     model = make_model("linformer-none", "ForPreTraining")
     alone = copy.deepcopy(model)
@@ -76,7 +78,10 @@ def test_steps_are_those_of_either_optimizer(monkeypatch):
             optimizer = create_optimizer(model, OptimizationArguments(**OPTIONS))
             optimizer.load_state_dict(state)
         for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert torch.equal(ours, theirs), (step, name)
+            if exact or theirs not in alone_muon.state:
+                assert torch.equal(ours, theirs), (step, name)
+            else:
+                assert relative_error(ours, theirs) < 1e-2, (step, name)
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -86,11 +91,11 @@ class ProductTypes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.seen.add(args[0].dtype)
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            self.seen.append(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 
@@ -106,7 +111,7 @@ def test_processors_without_bfloat16_orthogonalize_in_float32(fast, dtype, monke
     products = ProductTypes()
     with products:
         create_optimizer(model, OptimizationArguments(**OPTIONS)).step()
-    assert products.seen == {dtype}
+    assert set(products.seen) == {dtype}
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), gradients, strict=True))
     reference = torch.optim.Muon(
         layer_matrices(exact.double()), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
@@ -117,6 +122,23 @@ def test_processors_without_bfloat16_orthogonalize_in_float32(fast, dtype, monke
         reference.step()
     for ours, theirs, start in zip(*map(layer_matrices, (model, exact, before)), strict=True):
         assert relative_error(ours - start, theirs - start) < TOLERANCES[dtype]
+
+
+def test_matrices_of_one_shape_are_computed_together(monkeypatch):
+    """Five iterations of three products for each of the three shapes; or, where memory bounds it, for each matrix."""
+    model = make_model("linformer-none", "ForPreTraining")
+    matrices = layer_matrices(model)
+    assert len(matrices) == 12 and len({matrix.shape for matrix in matrices}) == 3
+    alone = copy.deepcopy(model)
+    set_gradients(model, alone)
+    for several, number in ((model, 3), (alone, 12)):
+        products = ProductTypes()
+        with products:
+            create_optimizer(several, OptimizationArguments(**OPTIONS)).step()
+        assert len(products.seen) == 15 * number
+        monkeypatch.setattr(muon, "MOST_NUMBERS", 1)
+    for ours, theirs in zip(matrices, layer_matrices(alone), strict=True):
+        assert relative_error(ours, theirs) < 1e-2
 
 
 def run(tokenizer, examples, folder, **options):
