@@ -299,8 +299,11 @@ class TrainingLoop:
         with torch.no_grad():
             scores = objective.scores(outputs, batch, with_loss=False)
             scores |= {name: (losses[name] * count, count) for name, (count, _) in shares.items()}
-            sums.add({name: (total * counted, count * counted) for name, (total, count) in scores.items()})
-            self.num_tokens += batch["attention_mask"].sum() * counted
+            if not counted:
+                scores = {name: (total * 0, count * 0) for name, (total, count) in scores.items()}
+            sums.add(scores)
+            if counted:
+                self.num_tokens += batch["attention_mask"].sum()
         return loss.detach()
 
     def _update_weights(self, loss: Tensor, norm: Any, where: str, scores: Sums) -> None:

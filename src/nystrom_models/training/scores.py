@@ -31,7 +31,11 @@ class Sums:
     def add(self, scores: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Adds (sums, numbers) of any shape."""
         for name, (total, count) in scores.items():
-            self._add(name, torch.stack([value.detach().to(self.dtype).sum() for value in (total, count)]))
+            self._add(name, torch.stack([self._sum(value.detach().to(self.dtype)) for value in (total, count)]))
+
+    @staticmethod
+    def _sum(value: Tensor) -> Tensor:
+        return value.sum() if value.ndim else value
 
     def merge(self, other: "Sums") -> None:
         """Adds the sums and numbers of another."""
@@ -54,7 +58,11 @@ class Sums:
     def means(self, reduce: bool = True) -> dict[str, float]:
         """Sum divided by number, for every name; NaN without targets."""
         sums = self.accelerator.reduce(self.sums, "sum") if reduce and self.sums else self.sums
-        return {name: float(total / count) for name, (total, count) in sums.items()}
+        if not sums:
+            return {}
+        # Read together, because the host waits for a GPU at each reading.
+        total, count = torch.stack(list(sums.values())).unbind(1)
+        return dict(zip(sums, (total / count).tolist(), strict=True))
 
 
 def _batches(accelerator: Accelerator, dataloader: DataLoader, desc: str) -> tqdm:
