@@ -33,4 +33,5 @@ def pool(hidden_states: Tensor, attention_mask: Tensor | None, pooling: str) -> 
     if mask is None:
         return hidden_states[:, 0] if pooling == "first" else hidden_states[:, -1]
     index = mask.long().argmax(dim=-1) if pooling == "first" else length - 1 - mask.flip(1).long().argmax(dim=-1)
-    return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), index]
+    # Not by indexing, whose gradient sorts the indices on a GPU.
+    return hidden_states.gather(1, index[:, None, None].expand(-1, 1, hidden_states.shape[2])).squeeze(1)
