@@ -23,6 +23,8 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+# A constant in graphs: torch.compile calls it while it traces.
+@torch.compiler.assume_constant_result
 def compute_capability(device: torch.device) -> int:
     """Ten times the compute capability of a CUDA device: 80 for an A100, 90 for an H100; 0 for other devices."""
     if device.type != "cuda":
@@ -36,7 +38,6 @@ def _capability(index: int) -> int:
     return 10 * major + minor
 
 
-# A constant in graphs: torch.compile calls it while it traces.
 @torch.compiler.assume_constant_result
 def why_not_on(device: torch.device) -> str | None:
     """Why kernels cannot run on a device, for any model, and what to change; None if they can."""

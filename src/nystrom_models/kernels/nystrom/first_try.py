@@ -44,7 +44,8 @@ class Variant(NamedTuple):
             inputs.pinv_iterations,
             inputs.taps,
             inputs.mask is not None,
-            inputs.dropout_p > 0,
+            # With torch.compile(dynamic=True), PyTorch 2.11 makes a symbol of the comparison, but not of the branch.
+            True if inputs.dropout_p > 0 else False,  # noqa: SIM210
             backward,
             # A frozen convolution, as with LoRA, gets no gradient, which is another kernel.
             backward and inputs.conv_weight is not None and inputs.conv_weight.requires_grad,
