@@ -118,13 +118,14 @@ def dot(a, b, acc=None, FLOAT32: tl.constexpr = TF32X3):
     """a b + acc, summed in float32.
 
     FLOAT32: how float32 is multiplied: "tf32x3", by tensor cores in three TF32 products, as exact as float32 except
-    for the last bit or two; "ieee", as float32, without tensor cores and with half the registers and shared memory.
+    for the last bit or two; "bf16x3", in three bfloat16 products, with errors of about 2**-16; "ieee", as float32,
+    without tensor cores and with half the registers and shared memory.
     """
     if INTERPRETED:
-        # The interpreter stores bfloat16 as integers and would multiply the integers.
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=FLOAT32)
+        # The interpreter stores bfloat16 as integers and would multiply the integers. It knows no "bf16x3".
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=FLOAT32)
 
 
 @triton.jit

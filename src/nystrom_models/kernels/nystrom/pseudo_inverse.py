@@ -7,9 +7,10 @@ the backward pass only in half precision. Otherwise they are in a workspace of t
 caches, and products read them in strips. The backward pass runs the iterations again, keeps the iterates in the
 workspace, and goes back through them.
 
-The iterations multiply in three TF32 products, as exact as float32 except for the last bit or two. Their gradients do
-the same for float32. For half precision they use one product of rounded TF32, which adds an error of about 1e-3;
-rounding q~ and k~ to bfloat16 already adds 3e-3 to 9e-2.
+For float32, matrices are multiplied in three TF32 products, as exact as float32 except for the last bit or two. For
+half precision, the iterations multiply in three bfloat16 products, of which tensor cores compute twice as many: after
+six iterations A⁺ has errors of 2e-6 to 5e-5. Their gradients are multiplied in one product of rounded TF32, which adds
+an error of about 1e-3. Rounding q~ and k~ to bfloat16 already adds 3e-3 to 9e-2.
 
 Legend as in `rows.py`; I iterations.
 """
@@ -38,6 +39,9 @@ from .rows import Rows, row_arguments
 ON_CHIP_LANDMARKS = 64
 # Matrices in a program's workspace, besides the iterates.
 WORKSPACE = tl.constexpr(8)
+# Up to this number of iterations, half precision multiplies in bfloat16. Each iteration makes the errors of a singular
+# matrix about three times as large.
+BFLOAT16_ITERATIONS = 8
 # Programs that a multiprocessor runs at once. Further heads reuse these programs and their workspaces.
 _RESIDENT = 2
 
@@ -50,12 +54,12 @@ def _rounded(a):
 
 
 @triton.jit
-def _dot(a, b, SINGLE: tl.constexpr, acc=None):
-    """a b + acc of float32, in one TF32 product or in three."""
-    if SINGLE:
+def _dot(a, b, PRODUCTS: tl.constexpr, acc=None):
+    """a b + acc of float32. PRODUCTS: as FLOAT32 of `dot`, or "tf32", one TF32 product of rounded operands."""
+    if PRODUCTS == "tf32":
         return tl.dot(_rounded(a), _rounded(b), acc, input_precision="tf32")
     else:
-        return dot(a, b, acc)
+        return dot(a, b, acc, PRODUCTS)
 
 
 @triton.jit
@@ -105,7 +109,7 @@ def _content(held, STRIP: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _product(
     a, b, acc, A_T: tl.constexpr, B_T: tl.constexpr,
-    SINGLE: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRODUCTS: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """a b + acc of two matrices as returned by `_hold`, or of their transposes."""
     if STRIP == 0:
@@ -113,7 +117,7 @@ def _product(
             a = tl.trans(a)
         if B_T:
             b = tl.trans(b)
-        return _dot(a, b, SINGLE, acc)
+        return _dot(a, b, PRODUCTS, acc)
     else:
         index = tl.arange(0, BLOCK_M)
         for start in range(0, BLOCK_M, STRIP):
@@ -126,13 +130,13 @@ def _product(
                 right = tl.trans(tl.load(b + index[:, None] * BLOCK_M + strip[None, :]))
             else:
                 right = tl.load(b + strip[:, None] * BLOCK_M + index[None, :])
-            acc = _dot(left, right, SINGLE, acc)
+            acc = _dot(left, right, PRODUCTS, acc)
         return acc
 
 
 @triton.jit
 def _times_states(
-    a, states, A_T: tl.constexpr, SINGLE: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    a, states, A_T: tl.constexpr, PRODUCTS: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The product of a matrix as returned by `_hold`, or of its transpose, with states (M, D)."""
@@ -140,7 +144,7 @@ def _times_states(
     if STRIP == 0:
         if A_T:
             a = tl.trans(a)
-        return _dot(a, load_tile(states, index, D, index < M, D, BLOCK_D).to(tl.float32), SINGLE)
+        return _dot(a, load_tile(states, index, D, index < M, D, BLOCK_D).to(tl.float32), PRODUCTS)
     else:
         out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(0, BLOCK_M, STRIP):
@@ -150,7 +154,7 @@ def _times_states(
             else:
                 left = tl.load(a + index[:, None] * BLOCK_M + strip[None, :])
             right = load_tile(states, strip, D, strip < M, D, BLOCK_D).to(tl.float32)
-            out = _dot(left, right, SINGLE, out)
+            out = _dot(left, right, PRODUCTS, out)
         return out
 
 
@@ -195,7 +199,8 @@ def _norms(a):
 
 @triton.jit
 def _iterate(
-    a, workspace, iterates, steps, KEEP: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr
+    a, workspace, iterates, steps,
+    PRODUCTS: tl.constexpr, KEEP: tl.constexpr, STRIP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Z after `steps` steps from Aᵀ / (‖A‖₁ ‖A‖∞). KEEP: stores all Z before it in `iterates`.
 
@@ -215,16 +220,16 @@ def _iterate(
             if STRIP == 0:
                 tl.store(_places(z_place, BLOCK_M), z)
         z_held = _hold(z_place, z, STRIP, BLOCK_M)
-        p = _product(a_held, z_held, nothing, False, False, False, STRIP, BLOCK_M)
+        p = _product(a_held, z_held, nothing, False, False, PRODUCTS, STRIP, BLOCK_M)
         p_held = _hold(workspace + size, p, STRIP, BLOCK_M)
         r = tl.where(on_diagonal, 7.0, 0.0) - p
         for more in range(2):
             r_held = _hold(workspace + 2 * size, r, STRIP, BLOCK_M)
             r = -_product(
-                p_held, r_held, tl.where(on_diagonal, 2.0 * more - 15.0, 0.0), False, False, False, STRIP, BLOCK_M
+                p_held, r_held, tl.where(on_diagonal, 2.0 * more - 15.0, 0.0), False, False, PRODUCTS, STRIP, BLOCK_M
             )
         r_held = _hold(workspace + 2 * size, r, STRIP, BLOCK_M)
-        z = 0.25 * _product(z_held, r_held, nothing, False, False, False, STRIP, BLOCK_M)
+        z = 0.25 * _product(z_held, r_held, nothing, False, False, PRODUCTS, STRIP, BLOCK_M)
     return z
 
 
@@ -241,7 +246,7 @@ def _selection(z, is_exact, count, MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _pseudo_inverse_of_head(
     program, q_landmarks, k_landmarks, seen, w, workspace, scale, sizes, exists, H, iterations,
-    MASKED: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, PRODUCTS: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = program * M * D
@@ -250,9 +255,9 @@ def _pseudo_inverse_of_head(
     if MASKED:
         steps = tl.where(is_exact, 0, iterations)
     a = _softmax_of_landmarks(q_landmarks + head, k_landmarks + head, count, scale, M, D, BLOCK_M, BLOCK_D)
-    z = _iterate(a, workspace, workspace, steps, False, STRIP, BLOCK_M)
+    z = _iterate(a, workspace, workspace, steps, PRODUCTS, False, STRIP, BLOCK_M)
     z_held = _hold(workspace, _selection(z, is_exact, count, MASKED, BLOCK_M), STRIP, BLOCK_M)
-    out = _times_states(z_held, seen + head, False, False, STRIP, M, D, BLOCK_M, BLOCK_D)
+    out = _times_states(z_held, seen + head, False, PRODUCTS, STRIP, M, D, BLOCK_M, BLOCK_D)
     index = tl.arange(0, BLOCK_M)
     store_tile(w + head, index, D, index < M, out, D, BLOCK_D)
 
@@ -260,21 +265,21 @@ def _pseudo_inverse_of_head(
 @kernel
 def _pseudo_inverse_fwd_kernel(
     q_landmarks, k_landmarks, seen, w, workspace, scale, sizes, exists, H, iterations, programs,
-    MASKED: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, PRODUCTS: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if STRIP == 0:
         _pseudo_inverse_of_head(
             program, q_landmarks, k_landmarks, seen, w, workspace, scale, sizes, exists, H, iterations,
-            MASKED, STRIP, M, D, BLOCK_M, BLOCK_D,
+            MASKED, PRODUCTS, STRIP, M, D, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     else:
         workspace += program.to(tl.int64) * WORKSPACE * BLOCK_M * BLOCK_M
         for head in range(program, programs, tl.num_programs(0)):
             _pseudo_inverse_of_head(
                 head, q_landmarks, k_landmarks, seen, w, workspace, scale, sizes, exists, H, iterations,
-                MASKED, STRIP, M, D, BLOCK_M, BLOCK_D,
+                MASKED, PRODUCTS, STRIP, M, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
 
@@ -282,10 +287,11 @@ def _pseudo_inverse_fwd_kernel(
 def _pseudo_inverse_bwd_kernel(
     q_landmarks, k_landmarks, seen, dw, dk_landmarks, dq_landmarks, dk_out, dseen, workspace, iterates,
     scale, sizes, exists, H, iterations, programs,
-    MASKED: tl.constexpr, SINGLE: tl.constexpr, STRIP: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, PRODUCTS: tl.constexpr, OF_GRADIENTS: tl.constexpr, STRIP: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dk_out: the gradient of the keys' landmarks from A, plus dk_landmarks, their gradient from the other stages."""
+    """dk_out: the gradient of the keys' landmarks from A, plus dk_landmarks, their gradient from the other stages.
+    OF_GRADIENTS: as PRODUCTS, after the iterations."""
     size: tl.constexpr = BLOCK_M * BLOCK_M
     workspace += tl.program_id(0).to(tl.int64) * WORKSPACE * size
     iterates += tl.program_id(0).to(tl.int64) * iterations * size
@@ -304,13 +310,13 @@ def _pseudo_inverse_bwd_kernel(
         a = _softmax_of_landmarks(q_landmarks + head, k_landmarks + head, count, scale, M, D, BLOCK_M, BLOCK_D)
         _store(a_place, a, BLOCK_M)
         _store(da_place, tl.zeros([BLOCK_M, BLOCK_M], tl.float32), BLOCK_M)
-        z = _iterate(a, workspace, iterates, steps, True, STRIP, BLOCK_M)
+        z = _iterate(a, workspace, iterates, steps, PRODUCTS, True, STRIP, BLOCK_M)
         z_held = _hold(workspace, _selection(z, is_exact, count, MASKED, BLOCK_M), STRIP, BLOCK_M)
-        out = _times_states(z_held, dw + head, True, SINGLE, STRIP, M, D, BLOCK_M, BLOCK_D)
+        out = _times_states(z_held, dw + head, True, OF_GRADIENTS, STRIP, M, D, BLOCK_M, BLOCK_D)
         store_tile(dseen + head, index, D, inside, out, D, BLOCK_D)
         dw_block = load_tile(dw + head, index, D, inside, D, BLOCK_D)
         seen_block = load_tile(seen + head, index, D, inside, D, BLOCK_D)
-        g = _dot(dw_block, tl.trans(seen_block), SINGLE)
+        g = _dot(dw_block, tl.trans(seen_block), OF_GRADIENTS)
         if MASKED:
             g = tl.where(is_exact, 0.0, g)
         tl.debug_barrier()
@@ -319,35 +325,35 @@ def _pseudo_inverse_bwd_kernel(
             z_held = _recall(iterates + (steps - 1 - back) * size, STRIP, BLOCK_M)
             a_held = _recall(a_place, STRIP, BLOCK_M)
             g_held = _hold(workspace, g, STRIP, BLOCK_M)
-            p = _product(a_held, z_held, nothing, False, False, SINGLE, STRIP, BLOCK_M)
+            p = _product(a_held, z_held, nothing, False, False, OF_GRADIENTS, STRIP, BLOCK_M)
             p_held = _hold(workspace + size, p, STRIP, BLOCK_M)
-            x = 0.25 * _product(z_held, g_held, nothing, True, False, SINGLE, STRIP, BLOCK_M)
+            x = 0.25 * _product(z_held, g_held, nothing, True, False, OF_GRADIENTS, STRIP, BLOCK_M)
             x_held = _hold(workspace + 2 * size, x, STRIP, BLOCK_M)
             # g Uᵀ = 13 g - (15 g - (7 g - g Pᵀ) Pᵀ) Pᵀ
             h = -7.0 * _content(g_held, STRIP, BLOCK_M)
-            h = -_product(g_held, p_held, h, False, True, SINGLE, STRIP, BLOCK_M)
+            h = -_product(g_held, p_held, h, False, True, OF_GRADIENTS, STRIP, BLOCK_M)
             for more in range(2):
                 h_held = _hold(workspace + 3 * size, h, STRIP, BLOCK_M)
                 h = (2.0 * more - 15.0) * _content(g_held, STRIP, BLOCK_M)
-                h = -_product(h_held, p_held, h, False, True, SINGLE, STRIP, BLOCK_M)
+                h = -_product(h_held, p_held, h, False, True, OF_GRADIENTS, STRIP, BLOCK_M)
             _store(h_place, 0.25 * h, BLOCK_M)
             # dp = 7 y - 15 x + u Pᵀ - Pᵀ y with y = Pᵀ x, u = 7 x - y - x Pᵀ
-            y = _product(p_held, x_held, nothing, True, False, SINGLE, STRIP, BLOCK_M)
+            y = _product(p_held, x_held, nothing, True, False, OF_GRADIENTS, STRIP, BLOCK_M)
             y_held = _hold(workspace + 3 * size, y, STRIP, BLOCK_M)
             u = _content(y_held, STRIP, BLOCK_M) - 7.0 * _content(x_held, STRIP, BLOCK_M)
-            u = -_product(x_held, p_held, u, False, True, SINGLE, STRIP, BLOCK_M)
+            u = -_product(x_held, p_held, u, False, True, OF_GRADIENTS, STRIP, BLOCK_M)
             u_held = _hold(workspace + 4 * size, u, STRIP, BLOCK_M)
             dp = 7.0 * _content(y_held, STRIP, BLOCK_M) - 15.0 * _content(x_held, STRIP, BLOCK_M)
-            dp = _product(u_held, p_held, dp, False, True, SINGLE, STRIP, BLOCK_M)
-            dp = -_product(p_held, y_held, -dp, True, False, SINGLE, STRIP, BLOCK_M)
+            dp = _product(u_held, p_held, dp, False, True, OF_GRADIENTS, STRIP, BLOCK_M)
+            dp = -_product(p_held, y_held, -dp, True, False, OF_GRADIENTS, STRIP, BLOCK_M)
             dp_held = _hold(workspace + 2 * size, dp, STRIP, BLOCK_M)
             z_held = _recall(iterates + (steps - 1 - back) * size, STRIP, BLOCK_M)
             da = tl.load(_places(da_place, BLOCK_M))
-            da = _product(dp_held, z_held, da, False, True, SINGLE, STRIP, BLOCK_M)
+            da = _product(dp_held, z_held, da, False, True, OF_GRADIENTS, STRIP, BLOCK_M)
             _store(da_place, da, BLOCK_M)
             a_held = _recall(a_place, STRIP, BLOCK_M)
             h = tl.load(_places(h_place, BLOCK_M))
-            g = _product(a_held, dp_held, h, True, False, SINGLE, STRIP, BLOCK_M)
+            g = _product(a_held, dp_held, h, True, False, OF_GRADIENTS, STRIP, BLOCK_M)
         # Z = Aᵀ / (largest column sum · largest row sum). Rows sum to one, so the softmax cancels the gradient of
         # their sum.
         a = tl.load(_places(a_place, BLOCK_M))
@@ -359,10 +365,10 @@ def _pseudo_inverse_bwd_kernel(
         da = tl.load(_places(da_place, BLOCK_M)) + g - of_column * is_largest
         ds = a * (da - tl.sum(a * da, axis=1)[:, None]) * scale
         ds_held = _hold(workspace, ds, STRIP, BLOCK_M)
-        of_q = _times_states(ds_held, k_landmarks + head, False, SINGLE, STRIP, M, D, BLOCK_M, BLOCK_D)
+        of_q = _times_states(ds_held, k_landmarks + head, False, OF_GRADIENTS, STRIP, M, D, BLOCK_M, BLOCK_D)
         store_tile(dq_landmarks + head, index, D, inside, of_q, D, BLOCK_D)
         of_k = load_tile(dk_landmarks + head, index, D, inside, D, BLOCK_D)
-        of_k += _times_states(ds_held, q_landmarks + head, True, SINGLE, STRIP, M, D, BLOCK_M, BLOCK_D)
+        of_k += _times_states(ds_held, q_landmarks + head, True, OF_GRADIENTS, STRIP, M, D, BLOCK_M, BLOCK_D)
         store_tile(dk_out + head, index, D, inside, of_k, D, BLOCK_D)
         tl.debug_barrier()
 
@@ -395,6 +401,12 @@ def _sizes(q_landmarks: Tensor, on_chip: bool) -> dict[str, int]:
     }
 
 
+def _products(q_landmarks: Tensor, iterations: int) -> str:
+    """How the iterations multiply."""
+    half = q_landmarks.dtype != torch.float32
+    return "bf16x3" if half and iterations <= BFLOAT16_ITERATIONS else "tf32x3"
+
+
 def _workspaces(q_landmarks: Tensor, programs: int, matrices: int) -> Tensor:
     """(programs, matrices, BLOCK_M, BLOCK_M) float32."""
     block = tile(q_landmarks.shape[2])
@@ -422,7 +434,7 @@ def pseudo_inverse_forward(
     with on_device(q_landmarks):
         _pseudo_inverse_fwd_kernel[(programs,)](
             q_landmarks, k_landmarks, seen, w, workspace, dim**-0.5, **_arguments(q_landmarks, iterations, rows),
-            **_sizes(q_landmarks, on_chip),
+            PRODUCTS=_products(q_landmarks, iterations), **_sizes(q_landmarks, on_chip),
         )  # fmt: skip
     return w
 
@@ -441,10 +453,10 @@ def pseudo_inverse_backward(
     dk_landmarks: the gradient of the keys' landmarks from the other stages, which the returned one includes.
     """
     count, dim = q_landmarks.shape[2:]
-    single = q_landmarks.dtype != torch.float32
+    half = q_landmarks.dtype != torch.float32
     # On the chip, the products of all steps together need more tensor memory than capability 10.0 has.
     has_room = capability_compiled_for(q_landmarks.device) // 10 != 10
-    on_chip = single and has_room and count <= ON_CHIP_LANDMARKS
+    on_chip = half and has_room and count <= ON_CHIP_LANDMARKS
     programs = _programs(q_landmarks)
     workspace = _workspaces(q_landmarks, programs, WORKSPACE.value)
     iterates = _workspaces(q_landmarks, programs, iterations)
@@ -452,6 +464,7 @@ def pseudo_inverse_backward(
     with on_device(q_landmarks):
         _pseudo_inverse_bwd_kernel[(programs,)](
             q_landmarks, k_landmarks, seen, dw, dk_landmarks, dq_landmarks, dk_out, dseen, workspace, iterates,
-            dim**-0.5, **_arguments(q_landmarks, iterations, rows), SINGLE=single, **_sizes(q_landmarks, on_chip),
+            dim**-0.5, **_arguments(q_landmarks, iterations, rows), PRODUCTS=_products(q_landmarks, iterations),
+            OF_GRADIENTS="tf32" if half else "tf32x3", **_sizes(q_landmarks, on_chip),
         )  # fmt: skip
     return dq_landmarks, dk_out, dseen
