@@ -136,9 +136,20 @@ def test_matrices_of_one_shape_are_computed_together(monkeypatch):
         with products:
             create_optimizer(several, OptimizationArguments(**OPTIONS)).step()
         assert len(products.seen) == 15 * number
-        monkeypatch.setattr(muon, "MOST_NUMBERS", 1)
+        monkeypatch.setitem(muon.MOST_NUMBERS, "cpu", 1)
     for ours, theirs in zip(matrices, layer_matrices(alone), strict=True):
         assert relative_error(ours, theirs) < 1e-2
+
+
+def test_on_a_cpu_few_matrices_are_computed_together():
+    """Two of 2**20 numbers: all four would take twice the memory, and longer."""
+    matrices = [nn.Parameter(torch.randn(64, 2**14)) for _ in range(4)]
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    products = ProductTypes()
+    with products:
+        muon.BatchedMuon(matrices, adjust_lr_fn="match_rms_adamw").step()
+    assert len(products.seen) == 15 * 2
 
 
 def run(tokenizer, examples, folder, **options):

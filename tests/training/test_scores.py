@@ -16,6 +16,7 @@ from nystrom_models.training.objectives import (
     MultiLabelObjective,
     QuestionAnsweringObjective,
     RegressionObjective,
+    classification_scores,
 )
 from tests.training import processes
 from tests.training.models import tiny_model
@@ -97,6 +98,14 @@ def test_sums_over_long_rows_keep_their_digits():
     labels[0, ::5] = -100
     sums, count = CausalObjective().scores(SimpleNamespace(logits=logits), {"labels": labels})["loss"]
     assert abs(sums.double().item() / (count.item() * math.log(7)) - 1) < 1e-6
+
+
+def test_labels_of_fewer_bits_are_scored_like_others():
+    labels = torch.tensor([[2, -100, 1], [-100, 0, -100]])
+    sparse = F.one_hot(torch.tensor([2, 0, 0]), 3).float()
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        right, number = classification_scores(sparse, labels.to(dtype), "loss", "accuracy", False)["accuracy"]
+        assert right.tolist() == [1, 1] and number.tolist() == [2, 1]
 
 
 def test_each_class_of_a_row_counts_by_itself():

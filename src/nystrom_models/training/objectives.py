@@ -76,7 +76,7 @@ def classification_scores(
     everywhere = logits.shape[:-1] == labels.shape
     rows = mask if mask.ndim > 1 else mask[:, None]
     # Not by indexing with the mask: on a GPU, the host would wait for the number of labels in every step.
-    spread = predicted if everywhere else torch.zeros_like(labels).masked_scatter(mask, predicted)
+    spread = predicted if everywhere else torch.zeros_like(mask, dtype=torch.int64).masked_scatter(mask, predicted)
     right = ((spread == labels) & mask).view_as(rows)
     scores = {accuracy: (right.flatten(1).sum(1).float(), rows.flatten(1).sum(1).float())}
     if with_loss:
