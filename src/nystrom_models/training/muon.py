@@ -141,11 +141,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both. closure: recomputes loss and gradients; it is called once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         muon, adamw = self.parts
-        muon.step()
+        loss = muon.step(closure)
         adamw.step()
         return loss

@@ -61,11 +61,15 @@ class Objective(ABC):
         """
 
 
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    """Values (T,) at the T positions where the mask (B, ...) is true, and zeros at the others."""
+    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values)
+
+
 def _sums_by_row(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and counts by row of values (T,), which belong to the T positions where the mask (B, ...) is true."""
+    """Sums and counts by row, float32, of values (B, ...) that are zero where the mask is false."""
     # Not by index_add, which adds one value after the other, so that equal values are rounded in one direction.
-    spread = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values.float())
-    return spread.flatten(1).sum(1), mask.flatten(1).sum(1).float()
+    return values.flatten(1).sum(1).float(), mask.flatten(1).sum(1).float()
 
 
 def classification_scores(
@@ -76,12 +80,12 @@ def classification_scores(
     everywhere = logits.shape[:-1] == labels.shape
     rows = mask if mask.ndim > 1 else mask[:, None]
     # Not by indexing with the mask: on a GPU, the host would wait for the number of labels in every step.
-    spread = predicted if everywhere else torch.zeros_like(mask, dtype=torch.int64).masked_scatter(mask, predicted)
-    right = ((spread == labels) & mask).view_as(rows)
-    scores = {accuracy: (right.flatten(1).sum(1).float(), rows.flatten(1).sum(1).float())}
+    right = ((predicted if everywhere else _spread(predicted, mask)) == labels) & mask
+    scores = {accuracy: _sums_by_row(right.view_as(rows), rows)}
     if with_loss:
         logits = (logits[mask] if everywhere else logits).float()
-        scores[loss] = _sums_by_row(F.cross_entropy(logits, labels[mask], reduction="none"), rows)
+        losses = F.cross_entropy(logits, labels[mask], reduction="none")
+        scores[loss] = _sums_by_row(_spread(losses, rows), rows)
     return scores
 
 

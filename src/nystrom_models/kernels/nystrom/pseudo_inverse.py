@@ -382,6 +382,7 @@ def _arguments(q_landmarks: Tensor, iterations: int, rows: Rows | None) -> dict[
     batch, heads = q_landmarks.shape[:2]
     ragged = row_arguments(rows)
     chosen = {name: ragged[name] for name in ("sizes", "exists", "MASKED")}
+    chosen["PRODUCTS"] = _products(q_landmarks, iterations)
     return {"H": heads, "iterations": iterations, "programs": batch * heads, **chosen}
 
 
@@ -434,7 +435,7 @@ def pseudo_inverse_forward(
     with on_device(q_landmarks):
         _pseudo_inverse_fwd_kernel[(programs,)](
             q_landmarks, k_landmarks, seen, w, workspace, dim**-0.5, **_arguments(q_landmarks, iterations, rows),
-            PRODUCTS=_products(q_landmarks, iterations), **_sizes(q_landmarks, on_chip),
+            **_sizes(q_landmarks, on_chip),
         )  # fmt: skip
     return w
 
@@ -464,7 +465,7 @@ def pseudo_inverse_backward(
     with on_device(q_landmarks):
         _pseudo_inverse_bwd_kernel[(programs,)](
             q_landmarks, k_landmarks, seen, dw, dk_landmarks, dq_landmarks, dk_out, dseen, workspace, iterates,
-            dim**-0.5, **_arguments(q_landmarks, iterations, rows), PRODUCTS=_products(q_landmarks, iterations),
-            OF_GRADIENTS="tf32" if half else "tf32x3", **_sizes(q_landmarks, on_chip),
+            dim**-0.5, **_arguments(q_landmarks, iterations, rows), OF_GRADIENTS="tf32" if half else "tf32x3",
+            **_sizes(q_landmarks, on_chip),
         )  # fmt: skip
     return dq_landmarks, dk_out, dseen
