@@ -134,6 +134,8 @@ def test_faults_are_named(glue, tmp_path):
         load_glue_files("rte", [write(tmp_path / "rte.tsv", [*rows[:2], rows[2][:2], *rows[3:]])])
     with pytest.raises(ValueError, match=r"empty\.tsv contains no rows"):
         load_glue_files("sst2", [write(tmp_path / "empty.tsv", lines("sst2", False)[:1])])
+    with pytest.raises(ValueError, match=r"mixed\.tsv: some labels are numbers .* such as 1 and 'entailment'"):
+        load_glue_files("rte", [write(tmp_path / "mixed.tsv", [*rows[:2], [*rows[2][:-1], "1"], *rows[3:]])])
     with pytest.raises(FileNotFoundError, match=r"--test_file nowhere\.tsv is not a file"):
         load_glue_files("sst2", ["nowhere.tsv"], "--test_file")
     with pytest.raises(FileNotFoundError, match="not a folder"):

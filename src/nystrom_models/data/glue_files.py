@@ -66,9 +66,16 @@ def _labels(values: Sequence[Any], task_name: str, path: str) -> list[Any]:
     try:
         if GLUE_TASKS[task_name].regression:
             return [None if value is None else float(value) for value in values]
-        return [int(value) if re.fullmatch(r"-?\d+", str(value)) else value for value in values]
+        labels = [int(value) if re.fullmatch(r"-?\d+", str(value)) else value for value in values]
     except ValueError as error:
         raise ValueError(f"{path}: a label is not a number ({error}).") from error
+    examples = {isinstance(label, int): label for label in labels if label is not None}
+    if len(examples) > 1:
+        raise ValueError(
+            f"{path}: some labels are numbers and others are not, such as {examples[True]} and {examples[False]!r}: "
+            "give all labels as numbers, or all as names."
+        )
+    return labels
 
 
 def load_glue_files(
