@@ -140,7 +140,8 @@ def test_curves_and_a_table_of_two_runs(trained, tmp_path, capsys):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     table = capsys.readouterr().out.strip().splitlines()[-4:]
     assert table[0] == "| run | million tokens | hours | mlm_accuracy |"
-    assert table[2].startswith("| one | 0.1 | 0.0") and f"{results['validation']['mlm_accuracy']:.4g} |" in table[3]
+    cost = f"0.1 | {results['train']['seconds'] / 3600:.2f}"
+    assert table[2].startswith(f"| one | {cost} |") and f"{results['validation']['mlm_accuracy']:.4g} |" in table[3]
     running = tmp_path / "running"
     running.mkdir()
     shutil.copy(output / "history.jsonl", running)

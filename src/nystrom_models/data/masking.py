@@ -68,6 +68,16 @@ class PretrainingCollator:
         """Sets the epoch of splits, swaps and masks, for rows without an `epoch` of their own."""
         self.epoch = epoch
 
+    def _rng(self, row: Mapping[str, Any]) -> np.random.Generator:
+        return np.random.default_rng((self.seed, row.get("epoch", self.epoch), row["index"]))
+
+    def segments(self, row: Mapping[str, Any]) -> tuple[list[np.ndarray], int]:
+        """What a batch shows of a row, before tokens are masked: the ids (tokens,) of its one or two segments, int64,
+        in the order in which they are shown, and the label of this order."""
+        parts, order = self._segments(row, self._rng(row))
+        ids = np.asarray(row["input_ids"], dtype=np.int64)
+        return [ids[part] for part in parts], order
+
     def _segments(self, row: Mapping[str, Any], rng: np.random.Generator) -> tuple[list[slice], int]:
         """The parts of a row in the order in which they are shown, and the label of that order."""
         length, starts = len(row["input_ids"]), row["sentence_starts"]
@@ -114,7 +124,7 @@ class PretrainingCollator:
 
     def _example(self, row: Mapping[str, Any]) -> tuple[list[np.ndarray], int]:
         """Ids, token types and labels, all of the same length, and the label of the sentence order."""
-        rng = np.random.default_rng((self.seed, row.get("epoch", self.epoch), row["index"]))
+        rng = self._rng(row)
         segments, order = self._segments(row, rng)
         ids = np.asarray(row["input_ids"], dtype=np.int64)
         predicted = self._predicted(row, ids, rng)

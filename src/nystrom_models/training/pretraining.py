@@ -127,6 +127,23 @@ def _config(args: PretrainingArguments, tokenizer: PreTrainedTokenizerBase) -> B
     return config
 
 
+def read_model_inputs(
+    args: PretrainingArguments,
+) -> tuple[PretrainingArguments, BaseConfig, PreTrainedTokenizerBase]:
+    """The flags, with the length of rows if they give none, the configuration, and the tokenizer.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
+    tokenizer = load_tokenizer(
+        args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
+    )
+    config = _config(args, tokenizer)
+    length = row_length("--max_length", args.max_length, config.max_position_embeddings, config)
+    tokenizer.model_max_length = config.max_position_embeddings or length
+    return replace(args, max_length=length), config, tokenizer
+
+
 def _model(args: PretrainingArguments, config: BaseConfig) -> PreTrainedModel:
     """A new model, a model to continue with, or one converted from another architecture."""
     if args.model_name_or_path is None:
@@ -187,7 +204,13 @@ def _check_padding(args: PretrainingArguments, config: BaseConfig) -> None:
         )
 
 
-def _rows(args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str) -> Dataset:
+def pretraining_rows(
+    args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str
+) -> Dataset:
+    """The rows of documents, as [`pretraining_dataset`] makes them with the flags.
+
+    what: the name of the documents in messages: training, validation or first.
+    """
     require_column(documents, args.text_column_name, f"the {what} set", flag="--text_column_name")
     return pretraining_dataset(
         documents,
@@ -246,9 +269,9 @@ def _loader(
         options = stream_arguments(args, optimization)
         stream = pretraining_stream(documents, tokenizer, collator, **args.row_options(), **options)
         first = first_documents(documents, 100, args.text_column_name)
-        share = ordered_share(_rows(args, first, tokenizer, "first"))
+        share = ordered_share(pretraining_rows(args, first, tokenizer, "first"))
         return stream, share, data_digest(documents)
-    rows = _rows(args, documents, tokenizer, "training")
+    rows = pretraining_rows(args, documents, tokenizer, "training")
     loader = row_loader(args, optimization, rows, collator)
     return loader, ordered_share(rows), data_digest(rows)
 
@@ -310,14 +333,8 @@ def pretrain(
             before anything is trained.
     """
     with start_run(args) as accelerator:
-        tokenizer = load_tokenizer(
-            args.tokenizer_name or args.model_name_or_path, trust_remote_code=args.trust_remote_code
-        )
-        config = _config(args, tokenizer)
-        length = row_length("--max_length", args.max_length, config.max_position_embeddings, config)
-        args = replace(args, max_length=length)
+        args, config, tokenizer = read_model_inputs(args)
         _check_padding(args, config)
-        tokenizer.model_max_length = config.max_position_embeddings or args.max_length
         held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
         model = _model(args, config)
@@ -390,5 +407,5 @@ def _held_out_loader(
     """The rows for evaluation. `--seed` draws their masks, which are the same in every evaluation."""
     collator = args.collator(tokenizer, EVAL_MLM_PROBABILITY)
     with accelerator.main_process_first():
-        rows = _rows(args, documents, tokenizer, "validation")
+        rows = pretraining_rows(args, documents, tokenizer, "validation")
         return eval_dataloader(rows, collator, optimization.per_device_eval_batch_size, **args.loader_options())
