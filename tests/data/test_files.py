@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import csv
 import gzip
+import io
 import json
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, packaged_modules
 
@@ -17,6 +20,11 @@ ROWS = [
     {"text": "NA", "label": 0},
     {"text": "Nyström", "label": 1},
 ]
+
+# As pandas writes it: with a group of rows, which has none.
+_EMPTY = io.BytesIO()
+pq.write_table(pa.Table.from_pylist(ROWS).slice(0, 0), _EMPTY)
+EMPTY_PARQUET = _EMPTY.getvalue()
 
 
 def write(path, rows):
@@ -224,6 +232,8 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         ("rows.txt", b"", r"rows\.txt, given by --test_file, is empty"),
         ("rows.jsonl.gz", b"plain", r"rows\.jsonl\.gz is damaged"),
         ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 2000, mtime=0)[:-12], r"rows\.jsonl\.gz is damaged"),
+        ("rows.parquet", EMPTY_PARQUET, r"--test_file contain no rows"),
+        ("rows.parquet.gz", gzip.compress(EMPTY_PARQUET, mtime=0), r"--test_file contain no rows"),
         ("rows.parquet", b"PAR1 and no more", r"rows\.parquet, given by --test_file, cannot be read"),
         ("rows.tsv", b"text\tlabel\na\t1\nb\t2\t3\n", r"rows\.tsv, line 3: 3 fields, but the header has 2"),
         ("rows.json", b'[{"text": "a"}, {"text": ]', r"rows\.json, line 1: not JSON \(.*, column 26\)"),
@@ -239,6 +249,13 @@ def test_faults_are_named(name, content, message, tmp_path):
     paths = [good, path] if name == "rows.jsonl" and b"label" not in content else path
     with pytest.raises(ValueError, match=message):
         load_files(paths, "--test_file", cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_parquet_file_without_rows_among_others(streaming, tmp_path):
+    (tmp_path / "empty.parquet").write_bytes(EMPTY_PARQUET)
+    files = [tmp_path / "empty.parquet", write(tmp_path / "rows.parquet", ROWS), tmp_path / "empty.parquet"]
+    assert list(load_files(files, cache_dir=tmp_path / "cache", streaming=streaming)) == ROWS
 
 
 def test_a_missing_file_and_mixed_formats(tmp_path):

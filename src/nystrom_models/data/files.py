@@ -46,6 +46,11 @@ def file_ending(path: str) -> str:
     return ending
 
 
+def _has_rows(path: str) -> bool:
+    """Whether a file has rows. Of a `.parquet` file without any, `datasets` says only that a batch size is 0."""
+    return suffix(path) != ".parquet" or path.endswith(".gz") or pq.read_metadata(path).num_rows > 0
+
+
 def _load(
     names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
@@ -134,7 +139,8 @@ def load_files(
     if ending in JSON:
         return load_json(names, flag, cache_dir, streaming)
     try:
-        dataset = _load(names, ending, cache_dir, streaming)
+        filled = list(filter(_has_rows, names))
+        dataset = _load(filled, ending, cache_dir, streaming) if filled else Dataset.from_dict({})
         if isinstance(dataset, IterableDataset):
             return dataset
     except (DatasetsError, EOFError, TypeError, ValueError, zlib.error) as error:
