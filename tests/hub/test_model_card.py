@@ -137,6 +137,21 @@ def test_a_model_that_reads_pairs_apart_gives_its_numbers(problem_type, tmp_path
     assert printed == pytest.approx(dict(zip(model.config.id2label.values(), logits, strict=True)), abs=1e-6)
 
 
+def test_a_model_of_several_labels_gives_all_of_them(tmp_path, capsys):
+    tokenizer = train_tokenizer(["one two three"] * 4, model_max_length=16, show_progress=False)
+    options = {"problem_type": "multi_label_classification", "vocab_size": len(tokenizer), "num_labels": 3}
+    model = make_model("linear-elu", "ForSequenceClassification", **options)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for example in ("one two", ("one two", "three")):
+        text = model_card(tmp_path, data="Texts.", example=example, hub_model_id=str(tmp_path)).text
+        exec(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0], {})
+        found = {row["label"]: row["score"] for row in ast.literal_eval(capsys.readouterr().out)}
+        texts = [example] if isinstance(example, str) else example
+        probabilities = model(**tokenizer(*texts, return_tensors="pt")).logits[0].sigmoid().tolist()
+        assert found == pytest.approx(dict(zip(model.config.id2label.values(), probabilities, strict=True)), abs=1e-6)
+
+
 def test_a_causal_model_of_any_length(tmp_path):
     model = make_model(
         "linear-causal", "ForCausalLM", position_embedding_type="sinusoidal", max_position_embeddings=None

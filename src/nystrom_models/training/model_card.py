@@ -327,6 +327,9 @@ def model_card(
     task = _task(architecture)
     name = hub_model_id or folder.resolve().name
     model_name = name.rsplit("/", 1)[-1]
+    if task.pipeline_tag == "text-classification" and config.problem_type == "multi_label_classification":
+        # A pipeline gives only the most probable class, unless it is asked for all.
+        task = replace(task, call="model({}, top_k=None)")
     apart = config.dual_encoder and isinstance(example, tuple)
     local_base = base_model is not None and os.path.isdir(base_model)
     evaluated_on = dataset_name or "local files"
