@@ -233,11 +233,15 @@ def test_what_cannot_be_done_is_said_in_one_line_that_names_the_flag(folder, fla
     [
         ('{"text": "a"}\n{"text": null}\n', "The column 'text' of --text_file has no value in row 2"),
         ('{"text": 1}\n', "The column 'text' of --text_file must hold text, but holds int64"),
+        (
+            '{"text": "自然语言处理"}\n' * 99,
+            "The tokenizer replaces 100% of the characters of --text_file by [UNK]",
+        ),
     ],
 )
-def test_documents_without_a_text_are_named(rows, message, folder, tmp_path, capsys):
+def test_documents_without_a_text_or_a_known_token_are_named(rows, message, folder, tmp_path, capsys):
     for name in ("text", "body"):
-        (tmp_path / "rows.jsonl").write_text(rows.replace("text", name))
+        (tmp_path / "rows.jsonl").write_text(rows.replace("text", name), encoding="utf-8")
         flags = ["--text_file", str(tmp_path / "rows.jsonl"), "--text_column_name", name]
         assert main(inspect(folder, "Bert", *flags)) == 1
         assert message.replace("'text'", f"'{name}'") in capsys.readouterr().err

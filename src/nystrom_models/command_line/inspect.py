@@ -116,6 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
         from ..analysis.texts import longest_row
         from ..data.classification import require_texts
         from ..data.files import load_files
+        from ..data.unknown_text import check_known_documents
     except ImportError as error:
         raise ImportError(f"inspect needs {error.name}: pip install '.[train]' in the repository.") from error
     device = _device(arguments.device)
@@ -123,6 +124,8 @@ def run(arguments: argparse.Namespace) -> None:
     texts = _column(documents, arguments.text_column_name)
     require_texts(documents, arguments.text_column_name, "--text_file")
     tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.checkpoint)
+    # The attention of unknown tokens, which are all alike, says nothing about the texts.
+    check_known_documents(documents, [arguments.text_column_name], tokenizer, "--text_file")
     whole, model = _model(arguments, tokenizer, device)
     calls = _calls(arguments, texts, tokenizer, longest_row(model, tokenizer))
     longest = [call for call in calls if call["input_ids"].shape[1] == calls[-1]["input_ids"].shape[1]]
