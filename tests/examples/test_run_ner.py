@@ -182,7 +182,8 @@ def test_a_stopped_run_goes_on_and_a_grid_names_the_best(checkpoint, rows, write
         ([{"tokens": ["a", "b"], "ner_tags": ["O"]}], "", "Row 1 of the train set has 2 words .* but 1 labels"),
         ([{"tokens": ["a"], "ner_tags": ["O"]}], "", "only one label"),
         ([{"tokens": ["a"], "ner_tags": [1]}], "", "--label_names O B-person"),
-        ([{"tokens": ["a"], "pos_tags": ["O"]}], "", "no column 'ner_tags'"),
+        ([{"tokens": ["a"], "pos_tags": ["O"]}], "", "no column 'ner_tags'.*: give --label_column_name"),
+        ([{"words": ["a"], "ner_tags": ["O"]}], "", "no column 'tokens'.*: give --text_column_name"),
         (
             [{"tokens": ["a", "b"], "ner_tags": ["O", "B-x"]}],
             "--max_seq_length 65",

@@ -29,9 +29,9 @@ class TokenTask:
     best_metric: str = "f1"
 
 
-def require_words(dataset: Dataset, column: str, where: str) -> None:
-    """Raises a ValueError unless a column holds a list of words in every row."""
-    require_column(dataset, column, where)
+def require_words(dataset: Dataset, column: str, where: str, flag: str | None = None) -> None:
+    """Raises a ValueError unless a column, which `flag` names, holds a list of words in every row."""
+    require_column(dataset, column, where, flag=flag)
     inner = getattr(dataset.features[column], "feature", None)
     if getattr(inner, "dtype", None) not in ("string", "large_string", "null"):
         raise ValueError(
@@ -40,9 +40,10 @@ def require_words(dataset: Dataset, column: str, where: str) -> None:
         )
 
 
-def require_tags(dataset: Dataset, text_column: str, label_column: str, where: str) -> None:
-    """Raises a ValueError unless a column holds as many labels as another one holds words, in every row."""
-    require_column(dataset, label_column, where)
+def require_tags(dataset: Dataset, text_column: str, label_column: str, where: str, flag: str | None = None) -> None:
+    """Raises a ValueError unless a column, which `flag` names, holds as many labels as another one holds words, in
+    every row."""
+    require_column(dataset, label_column, where, flag=flag)
     if not has_lists(dataset, label_column):
         raise ValueError(
             f"The column {label_column!r} of {where} must hold a list of labels in each row, but holds "

@@ -104,9 +104,10 @@ class TokenClassificationRun(FinetuningRun):
 
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """As `FinetuningRun.check_columns`."""
-        require_words(dataset, self.task.text_column, self.where[split])
-        if not split.startswith("test") or self.task.label_column in dataset.column_names:
-            require_tags(dataset, self.task.text_column, self.task.label_column, self.where[split])
+        text_column, label_column, where = self.task.text_column, self.task.label_column, self.where[split]
+        require_words(dataset, text_column, where, "--text_column_name")
+        if not split.startswith("test") or label_column in dataset.column_names:
+            require_tags(dataset, text_column, label_column, where, "--label_column_name")
 
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""
