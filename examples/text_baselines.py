@@ -91,7 +91,13 @@ class Features:
     def __init__(self, columns: Sequence[str], train_set: Dataset):
         self.columns = columns
         self.tfidf = TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True)
-        self.tfidf.fit([text for column in columns for text in train_set[column]])
+        try:
+            self.tfidf.fit([text for column in columns for text in train_set[column]])
+        except ValueError as error:
+            raise ValueError(
+                f"No word of the columns {list(columns)} is in two texts of the train set: there is nothing to count. "
+                "A word has two letters or more; texts in a script without spaces must be divided into words first."
+            ) from error
 
     def __call__(self, rows: Dataset) -> sparse.csr_matrix:
         parts = [self.tfidf.transform(rows[column]) for column in self.columns]

@@ -106,6 +106,9 @@ def test_wrong_input_is_refused(reviews, write_rows):
     several = write_rows([{"text": "good", "label": ["a", "b"]}, {"text": "bad", "label": []}])
     with pytest.raises(ValueError, match="lists of labels in the column 'label'"):
         text_baselines.main(flags((several, several)))
+    faces = write_rows([{"text": "😀", "label": "good"}, {"text": "😡", "label": "bad"}] * 5)
+    with pytest.raises(ValueError, match=r"No word of the columns \['text'\] is in two texts of the train set"):
+        text_baselines.main(flags((faces, faces)))
     other = write_rows([{"text": "good", "label": "mixed"}])
     with pytest.raises(
         ValueError, match=r"the validation set contains \['mixed'\], not among the labels \['bad', 'good'\]"
