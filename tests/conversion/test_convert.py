@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
     AutoModelForSequenceClassification,
@@ -467,6 +468,22 @@ def test_causal_and_bidirectional_attention_do_not_mix(causal, tmp_path):
             converted_config(source.config, "linear_transformer", is_decoder=False)
         with pytest.raises(ValueError, match="describes an encoder"):
             converted_config(source.config, "nystromformer")
+
+
+@pytest.mark.parametrize("feature_map", ["elu", None])
+def test_a_causal_model_generates_by_the_sources_settings(feature_map, tmp_path):
+    source = make_model("linear-causal", "ForCausalLM")
+    settings = source.generation_config
+    settings.max_new_tokens, settings.eos_token_id, settings.repetition_penalty = 6, [2, 7], 1.5
+    source.save_pretrained(tmp_path / "source")
+    config = converted_config(tmp_path / "source", "linear_transformer", bos_token_id=5, feature_map=feature_map)
+    convert(tmp_path / "source", config).save_pretrained(tmp_path / "converted")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    kept = model.generation_config
+    assert (kept.max_new_tokens, kept.eos_token_id, kept.repetition_penalty) == (6, [2, 7], 1.5)
+    # The configuration's own: a token that it was given, and no cache where there are no states to keep.
+    assert (kept.bos_token_id, kept.use_cache) == (5, feature_map is not None)
+    assert model.generate(torch.full((1, 3), 11), do_sample=False).shape[1] <= 9
 
 
 def test_a_head_that_does_not_fit_is_refused_by_name(tmp_path):

@@ -64,7 +64,7 @@ def convert(
       random as in the Nyströmformer paper: the model then starts as the same function as the source, and a kernel of
       zeros still gets gradients.
     - **Heads.** The sentence order head of a family of this package and of ALBERT is copied; BERT's next-sentence head
-      and ELECTRA's discriminator have no counterpart.
+      and ELECTRA's discriminator have no counterpart. A causal model keeps the source's `generation_config`.
     - **ALBERT's** shared layers become separate layers, which may diverge in training.
     - **Token types.** `type_vocab_size` may be larger than the source's (RoBERTa has one type); new types start as
       copies of type 0. DistilBERT has no types: the model gets one type of zeros.

@@ -4,6 +4,7 @@
 import copy
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,8 @@ def take_over(
     _, unexpected = model.load_state_dict(loaded, strict=False)
     if unexpected:
         raise RuntimeError(f"{type(model).__name__} has no {unexpected}.")
+    if model.can_generate():
+        _take_over_generation(model, source, config)
     report = ConversionReport(
         source=type(source.model).__name__,
         model=type(model).__name__,
@@ -102,6 +105,17 @@ def take_over(
         notes=_notes(source, config, state),
     )
     return model, report
+
+
+def _take_over_generation(model: Any, source: SourceModel, config: BaseConfig) -> None:
+    """Gives a causal model the source's settings of `generate`, which its configuration does not contain."""
+    settings: Any = copy.deepcopy(source.model.generation_config)
+    # Whether there are states to keep depends on the feature map, and tokens may be others than the source's.
+    settings.use_cache = model.generation_config.use_cache
+    for name in ("bos_token_id", "eos_token_id"):
+        if getattr(config, name) != getattr(source.config, name):
+            setattr(settings, name, getattr(config, name))
+    model.generation_config = settings
 
 
 def _is_projection(name: str) -> bool:
