@@ -174,6 +174,8 @@ def test_a_class_of_another_package_is_named(folder, tmp_path):
     (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="was saved as MyModel, which is not a class of this package"):
         load_for_export(checkpoint)
+    with pytest.raises(ValueError, match=r"task \(--task\) must be one of .*fill-mask.*, but is translation"):
+        load_for_export(checkpoint, "translation")
     assert type(load_for_export(checkpoint, "fill-mask")).__name__ == "LinformerForMaskedLM"
 
 
@@ -235,7 +237,7 @@ def test_damaged_weights_are_named(folder, tmp_path, capsys):
     [
         (["bert", "new"], "is a 'bert'"),
         (["model", "new", "--task", "text-classification"], "lacks 4 weights of LinformerForSequenceClassification"),
-        (["model", "new", "--task", "translation"], "--task must be one of feature-extraction"),
+        (["model", "new", "--task", "translation"], "task (--task) must be one of feature-extraction"),
         (["model", "model"], "--overwrite_output_dir"),
     ],
 )

@@ -32,10 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     if target.exists() and not arguments.overwrite_output_dir:
         raise FileExistsError(f"{target} exists: choose another folder, or give --overwrite_output_dir.")
     from ..checkpoint import load_tokenizer
-    from ..deployment.folder import TASKS, export_folder, load_for_export
+    from ..deployment.folder import export_folder, load_for_export
 
-    if arguments.task is not None and arguments.task not in TASKS:
-        raise ValueError(f"--task must be one of {', '.join(TASKS)}, but is {arguments.task}.")
     model = load_for_export(arguments.checkpoint, arguments.task)
     tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.checkpoint)
     print(f"Exporting a {type(model).__name__} of {model.num_parameters():,} parameters", flush=True)

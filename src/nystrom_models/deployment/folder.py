@@ -33,8 +33,10 @@ def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrai
     task: one of `TASKS`, which chooses the head; None for the head that the model was saved with.
 
     Raises:
-        ValueError: for a model of another package, or if weights of the head are missing.
+        ValueError: for an unknown task or a model of another package, or if weights of the head are missing.
     """
+    if task is not None and task not in TASKS:
+        raise ValueError(f"task (--task) must be one of {', '.join(TASKS)}, but is {task}.")
     config = AutoConfig.from_pretrained(name)
     if not isinstance(config, BaseConfig):
         raise ValueError(
