@@ -70,6 +70,14 @@ def test_labels_of_another_shape_are_refused(problem_type, labels):
         model(torch.randint(3, 99, (2, 9)), labels=labels)
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (3,)], ids=str)
+@pytest.mark.parametrize("problem_type", [None, "single_label_classification"])
+def test_several_classes_a_row_need_their_problem_type(problem_type, shape):
+    model = make_model("linformer-layerwise", "ForSequenceClassification", num_labels=3, problem_type=problem_type)
+    with pytest.raises(ValueError, match=r"must be \(batch,\) = \(2,\).*\(2, 3\) and problem_type="):
+        model(torch.randint(3, 99, (2, 9)), labels=torch.ones(shape, dtype=torch.long))
+
+
 def rows_of(inputs, rows):
     return {name: tensor[rows] for name, tensor in inputs.items()}
 

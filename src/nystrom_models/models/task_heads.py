@@ -134,6 +134,12 @@ class BaseForSequenceClassification(BasePreTrainedModel):
                 "labels of several classes a row must lie between 0 and 1: 1 for those that it has, 0 for all others.",
             )
             return binary_cross_entropy(logits, labels, num_items_in_batch)
+        if labels.numel() != logits.shape[0]:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, but must be (batch,) = ({logits.shape[0]},), one class a "
+                f"row. For several classes a row give floats (batch, num_labels) = {tuple(logits.shape)} and "
+                'problem_type="multi_label_classification".'
+            )
         require_labels(labels, self.num_labels, "labels", "num_labels")
         return cross_entropy(logits, labels, num_items_in_batch)
 
