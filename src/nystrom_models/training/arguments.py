@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, LoggerType
 from transformers import HfArgumentParser
 
 from ..checkpoint import require_possible
@@ -191,6 +191,11 @@ class RunArguments(CheckpointArguments):
             self.hub_model_id = Path(self.output_dir).resolve().name
         if self.with_tracking:
             self.report_to = self.report_to or ["tensorboard"]
+            if unknown := [name for name in self.report_to if name not in LoggerType]:
+                raise ValueError(
+                    f"--report_to {' '.join(unknown)} is no tracker of Accelerate: give one or more of "
+                    f"{', '.join(map(str, LoggerType))}; for none, omit --with_tracking."
+                )
         elif self.report_to not in ([], ["none"]):  # none, as for the Trainer
             raise ValueError(f"--report_to {' '.join(self.report_to)} needs --with_tracking: give it, too.")
         if self.push_to_hub and not self.do_train:

@@ -66,7 +66,7 @@ def start_run(args: RunArguments) -> Iterator[Accelerator]:
         options["dynamo_plugin"] = TorchDynamoPlugin(backend=args.torch_compile_backend.upper(), dynamic=True)
     if args.with_tracking:
         known = {str(LoggerType(tracker)) for tracker in get_available_trackers()} | {"all"}
-        if missing := [name for name in args.report_to if name in LoggerType and name not in known]:
+        if missing := [name for name in args.report_to if name not in known]:
             raise ImportError(f"--report_to {' '.join(missing)} is not installed: pip install {' '.join(missing)}.")
         logs = ProjectConfiguration(args.output_dir, logging_dir=os.path.join(args.output_dir, "logs"))
         options |= {"log_with": args.report_to, "project_config": logs}
