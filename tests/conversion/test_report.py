@@ -79,6 +79,9 @@ def test_rows_of_texts_have_the_special_tokens():
         sample.rows(2)
     with pytest.raises(ValueError, match="no tokens"):
         Sample.of_texts([""], bert_tokenizer())
+    with pytest.raises(ValueError, match=r"67% of the tokens of sample \(--sample_file\) are \[UNK\]"):
+        Sample.of_texts(["a 长 文"], bert_tokenizer())
+    assert len(Sample.of_texts(["a 长"], bert_tokenizer()).tokens) == 2
     # Texts after the limit are not tokenized.
     assert len(Sample.of_texts(["a long text"] * 1000, bert_tokenizer(), most_tokens=7).tokens) == 9
     # As many rows as the text has, up to a limit.

@@ -43,6 +43,12 @@ class Sample:
                 break
         if not stream:
             raise ValueError("sample has no tokens: give texts that are not empty.")
+        unknown = stream.count(tokenizer.unk_token_id) / len(stream)
+        if unknown > 0.5:  # rows of equal tokens would say nothing about texts
+            raise ValueError(
+                f"{unknown:.0%} of the tokens of sample (--sample_file) are {tokenizer.unk_token}: give texts in the "
+                "language of the source's tokenizer."
+            )
         around = tokenizer("", add_special_tokens=True)["input_ids"]
         first = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
         before = around[:1] if around and around[0] == first else []
