@@ -5,9 +5,10 @@
     python examples/text_baselines.py --dataset_name stanfordnlp/imdb --validation_split test
 
 reads the same data as run_glue.py and run_imdb.py, and prints the same metrics. The constant prediction is the most
-frequent class of the training set, or its mean if the label is a number. tf-idf counts words and pairs of words; two
-texts are compared by the difference and the product of theirs. The strength of the regularization is the one with the
-highest score on a tenth of the training set, which is then trained on, too.
+frequent class of the training set, or its mean if the label is a number. tf-idf counts words and pairs of words, in
+scripts without spaces letters and pairs of letters; two texts are compared by the difference and the product of
+theirs. The strength of the regularization is the one with the highest score on a tenth of the training set, which is
+then trained on, too.
 """
 
 import json
@@ -44,6 +45,11 @@ from nystrom_models.training.text_classification import TextColumnArguments, eva
 
 # Inverse strengths of the regularization; for Ridge, alpha is 1 / C.
 STRENGTHS = (0.1, 1.0, 10.0, 100.0)
+
+# Letters of scripts without spaces: Thai, Lao, Tibetan, Burmese, Khmer, and those of Japanese and Chinese.
+_ALONE = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+# Such a letter, or, as in scikit-learn, a word of at least two others.
+WORD = rf"[{_ALONE}]|(?:(?![{_ALONE}])\w){{2,}}"
 
 
 @dataclass(kw_only=True)
@@ -90,13 +96,13 @@ class Features:
 
     def __init__(self, columns: Sequence[str], train_set: Dataset):
         self.columns = columns
-        self.tfidf = TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True)
+        self.tfidf = TfidfVectorizer(token_pattern=WORD, ngram_range=(1, 2), min_df=2, sublinear_tf=True)
         try:
             self.tfidf.fit([text for column in columns for text in train_set[column]])
         except ValueError as error:
             raise ValueError(
                 f"No word of the columns {list(columns)} is in two texts of the train set: there is nothing to count. "
-                "A word has two letters or more; texts in a script without spaces must be divided into words first."
+                "A word has two letters or more, but in scripts without spaces each letter is one."
             ) from error
 
     def __call__(self, rows: Dataset) -> sparse.csr_matrix:

@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -114,3 +115,20 @@ def test_wrong_input_is_refused(reviews, write_rows):
         ValueError, match=r"the validation set contains \['mixed'\], not among the labels \['bad', 'good'\]"
     ):
         text_baselines.main(flags((reviews[0], other)))
+
+
+def test_scripts_without_spaces_are_counted_by_letter(write_rows):
+    """A word of Chinese would be a whole sentence, which no other text contains."""
+    rows = [{"text": f"第{number}天{word}极了", "label": word} for number in range(40) for word in ("好", "坏")]
+    scores = text_baselines.main(flags((write_rows(rows[:60]), write_rows(rows[60:]))))["validation"]
+    assert scores["tf-idf and a linear model"]["accuracy"] == 1
+    assert (
+        re.findall(text_baselines.WORD, "A 3D-film: the iPhone很好, I'd say") == "3D film the iPhone 很 好 say".split()
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["It's a déjà-vu, x2 & 10_000 ways; naïve Ünïcode don't", "Очень хорошо! كتاب جميل 좋은 영화"]
+)
+def test_other_scripts_are_counted_by_word_as_scikit_learn_does(text):
+    assert re.findall(text_baselines.WORD, text) == re.findall(r"\b\w\w+\b", text)
