@@ -144,7 +144,8 @@ def test_steps_of_tokens(lengths, tokens, first, processes, grouped):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "tokens", "steps"), [([7] * 70 + [57], 512, 2), ([64] * 14, 256, 4), (LENGTHS, 256, None)]
+    ("lengths", "tokens", "steps"),
+    [([7] * 70 + [57], 512, 2), ([64] * 14, 256, 4), ([100] * 3, 100, 3), (LENGTHS, 256, None)],
 )
 def test_an_epoch_of_grouped_steps_has_as_many_as_the_run_takes(lengths, tokens, steps):
     loader = RowLoader(dataset(lengths), collate, 4, tokens_per_step=tokens, group_by_length=True)
@@ -156,6 +157,11 @@ def test_an_epoch_of_grouped_steps_has_as_many_as_the_run_takes(lengths, tokens,
     # In floating-point numbers, 1.1 · 50 is more than 55.
     rows = RowLoader(dataset([8] * 400), collate, 8)
     assert num_training_steps(rows, OptimizationArguments(num_train_epochs=1.1)) == 55
+
+
+def test_grouped_steps_of_rows_of_the_same_length_are_full():
+    loader = RowLoader(dataset([128] * 24), collate, 8, tokens_per_step=1024, group_by_length=True)
+    assert [len(rows_of(step)) for step in steps(loader, 6)] == [8] * 6
 
 
 def test_steps_of_rows_of_one_length_have_as_many_tokens():

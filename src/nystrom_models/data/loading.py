@@ -218,9 +218,10 @@ class RowLoader:
             ends = [-(-tokens // self.tokens_per_step) for tokens in (tokens_before, tokens_before + lengths.sum())]
             tokens_before += lengths.sum()
             number = max(1, ends[1] - ends[0])
-            # The same number of tokens in each, up to a part of a row.
+            # The same number of tokens in each, up to a part of a row. A row that ends at a border belongs to the step
+            # before it: otherwise, of rows of one length, the last step would have one more than the others.
             borders = lengths.sum() * np.arange(1, number) / number
-            parts = np.split(block, np.searchsorted(np.cumsum(lengths), borders))
+            parts = np.split(block, np.searchsorted(np.cumsum(lengths), borders, side="right"))
             steps += [parts[i] for i in rng.permutation(len(parts)) if len(parts[i])]
         return steps
 
