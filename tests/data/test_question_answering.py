@@ -182,6 +182,7 @@ CONTEXT = "Ünïcode: the array is a batch."
         ([{"text": ["array"], "answer_start": [None]}], "Row 1 .* must be the number of a character, but is None"),
         ([{"text": ["array"], "answer_start": [13.0]}], "Row 1 .* must be the number of a character, but is 13.0"),
         ([{"text": [" "], "answer_start": [8]}], "Row 1 .* has an empty answer"),
+        ([{"text": [1999], "answer_start": [8]}], "Row 1 .*'answers.text' must hold text, but holds 1999"),
         ([{"text": ["array"], "answer_start": []}], "lists 'text' and 'answer_start', of the same length, but row 1"),
         ([{"text": ["array"]}], "must hold an object with the lists"),
         ([{"text": [], "answer_start": []}], "Row 1 .* has no answer: give --version_2_with_negative"),

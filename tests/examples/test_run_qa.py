@@ -180,6 +180,15 @@ def test_faults_are_named_before_training(rows, options, message, checkpoint, wr
     assert not (tmp_path / "output" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    "answers", [{"text": ["film"]}, {"text": ["film"], "answer_start": []}, ["film"], "film"], ids=str
+)
+def test_answers_of_a_test_set_in_another_form(answers, checkpoint, write_rows, tmp_path):
+    file, test = write_rows([ROW]), write_rows([ROW | {"answers": answers}])
+    with pytest.raises(ValueError, match="'answers' of the test set must hold an object with the lists 'text' and"):
+        run(checkpoint, tmp_path, "--train_file", file, "--validation_file", file, "--test_file", test)
+
+
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(trained, checkpoint, squad, tmp_path):
     folder, results, dev = trained

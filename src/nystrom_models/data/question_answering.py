@@ -35,6 +35,11 @@ def answers_of(value: Any) -> list[tuple[str, int]]:
     return [(answer["text"], answer["answer_start"]) for answer in value]
 
 
+def is_answered(value: Any) -> bool:
+    """Whether a value of the column `answers` holds any, in whatever form, which [`answers_of`] may refuse."""
+    return any(value.values()) if isinstance(value, Mapping) else bool(value)
+
+
 def require_questions(dataset: Dataset, where: str) -> None:
     """Raises a ValueError unless each row has a question and a context, and ids, if there are any, all differ."""
     for column in ("question", "context"):
@@ -72,6 +77,8 @@ def require_answers(dataset: Dataset, version_2: bool, where: str) -> None:
                     f"Row {number} of {where}: 'answers.answer_start' must be the number of a character, but is "
                     f"{start!r}."
                 )
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"Row {number} of {where}: 'answers.text' must hold text, but holds {text!r}.")
             if not text or not text.strip():
                 raise ValueError(
                     f"Row {number} of {where} has an empty answer in 'answers.text': leave the list empty if there "

@@ -18,6 +18,7 @@ from ..data.question_answering import (
     QuestionAnsweringCollator,
     QuestionTask,
     answers_of,
+    is_answered,
     question_answering_dataset,
     require_answers,
     require_questions,
@@ -97,7 +98,7 @@ class QuestionAnsweringRun(FinetuningRun):
         """Whether the answers of a split are known. A hidden test set has no such column, or only empty lists."""
         if not split.startswith("test"):
             return True
-        return "answers" in dataset.column_names and any(map(answers_of, dataset["answers"]))
+        return "answers" in dataset.column_names and any(map(is_answered, dataset["answers"]))
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
