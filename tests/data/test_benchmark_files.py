@@ -158,9 +158,24 @@ def test_squads_files_and_flat_rows(name, text, write, tmp_path):
             {"data": [{"context": "a", "question": "b", "answers": [{"text": "a", "answer_start": "0"}]}]},
             r"data\[0\], an answer, has no 'answer_start' of the type int",
         ),
+        (
+            {"data": [{"context": "a", "question": "b", "answers": {"text": ["a"]}}]},
+            r"data\[0\].answers has no 'answer_start' of the type list",
+        ),
+        (
+            {"data": [{"context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": []}}]},
+            r"data\[0\].answers has 1 'text', but 0 'answer_start'",
+        ),
+        ({"data": [{"context": "a", "question": "b", "answers": 1}]}, r"data\[0\] has no 'answers' of the type list"),
         ({"data": []}, "contain no rows"),
     ],
 )
 def test_fields_that_are_missing_are_named_by_their_place(content, message, write, tmp_path):
     with pytest.raises(ValueError, match=message):
         load_squad_files([write("a.json", json.dumps(content, indent=1))], "--train_file", tmp_path / "cache")
+
+
+def test_questions_without_an_id_get_their_place(write, tmp_path):
+    row = {"context": "a", "question": "b", "answers": []}
+    found = load_squad_files([write("a.json", json.dumps({"data": [row, row | {"id": None}]}))], cache_dir=tmp_path)
+    assert [name.rpartition(", ")[2] for name in found["id"]] == ["data[0]", "data[1]"]

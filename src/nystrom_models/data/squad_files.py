@@ -45,12 +45,15 @@ def _value(item: Any, field: str, kind: type, where: str) -> Any:
 def _row(item: Any, title: str, context: str, where: str) -> dict[str, Any]:
     answers = [] if item.get("is_impossible") else item.get("answers") or []
     if isinstance(answers, dict):  # as in the data set on the Hub
-        answers = [
-            {"text": text, "answer_start": start}
-            for text, start in zip(answers["text"], answers["answer_start"], strict=True)
-        ]
+        texts, starts = (_value(answers, field, list, f"{where}.answers") for field in ("text", "answer_start"))
+        if len(texts) != len(starts):
+            raise ValueError(f"{where}.answers has {len(texts)} 'text', but {len(starts)} 'answer_start'.")
+        answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+    elif not isinstance(answers, list):
+        raise ValueError(f"{where} has no 'answers' of the type list.")
+    name = item.get("id")
     return {
-        "id": str(item.get("id", where)),
+        "id": where if name is None else str(name),
         "title": title,
         "context": context,
         "question": _value(item, "question", str, where),
