@@ -139,6 +139,7 @@ ROWS = [expected("u", "What is it?", ANSWERS), expected("v", "Whose is it?", [])
         ("rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS)),
         ("list.json", json.dumps(ROWS)),
         ("lines.json", "".join(json.dumps(row) + "\n" for row in ROWS)),
+        ("several-lines.json", "".join(json.dumps(row, indent=1) + "\n" for row in ROWS)),
     ],
 )
 def test_squads_files_and_flat_rows(name, text, write, tmp_path):

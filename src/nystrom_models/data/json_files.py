@@ -94,7 +94,7 @@ def _items(path: str) -> Iterator[tuple[str, Any]]:
                 text, whole, by_line = text + "".join(more), not more, False
 
 
-def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a .json or .jsonl file, each with its place."""
     for place, row in _items(path):
         if not isinstance(row, dict):
@@ -151,7 +151,7 @@ def _json_schema(names: Sequence[str]) -> pa.Schema:
     schema = pa.schema([])
     left_out: dict[str, str] = {}
     for path in names:
-        rows = _json_rows(path)
+        rows = json_rows(path)
         while part := list(islice(rows, PART)):
             columns = [name for name in _columns(part) if name not in left_out]
             try:
@@ -206,7 +206,7 @@ def _rows_of_json(
 ) -> Iterator[dict[str, Any]]:
     """The rows of .json or .jsonl files without some of their fields; one that a row does not have is missing."""
     for path, *_ in files:
-        for _, row in _json_rows(path):
+        for _, row in json_rows(path):
             yield dict.fromkeys(columns) | {name: row[name] for name in row if name not in left_out}
 
 
@@ -214,7 +214,7 @@ def load_json(
     names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
     if streaming:  # without types: they would be those of the first rows, and later values would be cast to them
-        columns = _columns(islice(chain.from_iterable(map(_json_rows, names)), PART))
+        columns = _columns(islice(chain.from_iterable(map(json_rows, names)), PART))
         return stream_of_files(_rows_of_json, None, names, columns=columns)
     found = rows_of_files(_schema_of_json, Features({"schema": Value("binary")}), names, flag, cache_dir)
     schema = pa.ipc.read_schema(pa.py_buffer(found[0]["schema"]))

@@ -4,12 +4,14 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
 from .file_rows import check_files, decoded_lines, rows_of_files
 from .files import file_ending, load_files
+from .json_files import json_rows
 
 _FEATURES = Features(
     {
@@ -23,17 +25,13 @@ _FEATURES = Features(
 
 
 def _is_nested(path: str) -> bool:
-    """Whether a file is one JSON object, on one line or many, and not one object per line."""
+    """Whether a file is one JSON object that holds all rows, and not an object for each, on one line or many."""
     if file_ending(path) != ".json":
         return False
-    lines = (line for line in decoded_lines(path) if line.strip())
-    first = next(lines, "")
+    first = next((line for line in decoded_lines(path) if line.strip()), "")
     if not first.lstrip().startswith("{"):
-        return False
-    try:
-        return isinstance(json.loads(first), dict) and "data" in json.loads(first)
-    except ValueError:
-        return True
+        return False  # a list, which is not read yet
+    return any("data" in row for _, row in islice(json_rows(path), 1))
 
 
 def _value(item: Any, field: str, kind: type, where: str) -> Any:
