@@ -188,6 +188,13 @@ def test_a_run_ends_for_want_of_better_evaluations(examples, tokenizer, tmp_path
     assert [row["step"] for row in state.history if "mlm_loss" in row] == [8]  # the log of the last steps
 
 
+def test_a_metric_that_is_never_a_number_ends_a_run(examples, tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(f"{__name__}.VALUES", [math.nan] * 6)
+    state, best = run(examples, tokenizer, tmp_path, patience=2)
+    assert state.stopped_early and state.step == 4 and best.step() is None
+    assert "Stopping after step 4: accuracy was NaN in every evaluation." in capsys.readouterr().out
+
+
 def test_a_run_that_ended_early_does_not_go_on(examples, tokenizer, tmp_path):
     """Resumed, for example because it was killed while it was scored."""
     run(examples, tokenizer, tmp_path, patience=2)

@@ -395,9 +395,9 @@ class TrainingLoop:
             patience = evaluation.patience
             state.stopped_early = patience is not None and state.best.evaluations_since >= patience
             if state.stopped_early:
-                self.accelerator.print(
-                    f"Stopping after step {state.step}: {evaluation.goal.metric} was best at step {state.best.step}."
-                )
+                never = state.best.value is None  # such as the correlation with a constant
+                found = "was NaN in every evaluation" if never else f"was best at step {state.best.step}"
+                self.accelerator.print(f"Stopping after step {state.step}: {evaluation.goal.metric} {found}.")
         self.started += time.perf_counter() - paused
         if state.stopped_early and state.step % self.logging_steps and self.window.sums:
             self.log()  # the last steps
