@@ -54,7 +54,10 @@ class TokenizerArguments:
     text_column_name: str = field(default="text", metadata={"help": "Column of the documents."})
     streaming: bool = field(default=False, metadata={"help": "Read the documents twice, without storing them."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first documents, this many."})
-    vocab_size: int = field(default=30_000, metadata={"help": "Largest number of tokens."})
+    vocab_size: int = field(
+        default=30_000,
+        metadata={"help": "Largest number of tokens; wordpiece has more if all characters need more."},
+    )
     min_frequency: int = field(
         default=2, metadata={"help": "Merge two pieces only if they are adjacent at least this often."}
     )

@@ -135,3 +135,12 @@ def test_texts_without_spaces_are_trained_on_in_parts():
     assert "".join(parts) == genome + "short" and max(map(len, parts)) == tokenization.LONGEST_PART
     tokenizer = train_byte_level_tokenizer([genome], 300, show_progress=False)
     assert tokenizer.decode(tokenizer(genome, verbose=False)["input_ids"], skip_special_tokens=True) == genome
+
+
+def test_every_character_is_kept_in_a_small_vocabulary():
+    """Each at the beginning of words and within, and no continuation of a letter that no text has."""
+    letters = [chr(0x430 + number) for number in range(32)]
+    words = [first + second for first, second in zip(letters, reversed(letters), strict=True)]
+    tokenizer = train_tokenizer([" ".join(words)] * 3, vocab_size=20, lowercase=False, show_progress=False)
+    assert tokenizer.tokenize(" ".join(words)) == [piece for word in words for piece in (word[0], f"##{word[1]}")]
+    assert "##a" not in tokenizer.get_vocab()

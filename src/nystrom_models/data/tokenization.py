@@ -88,7 +88,8 @@ def train_tokenizer(
 
     Args:
         texts: strings or lists of strings, read twice; an iterator is first read into memory.
-        vocab_size: upper bound of the vocabulary, special tokens included.
+        vocab_size: upper bound of the vocabulary, special tokens included. It is exceeded if it has no room for all
+            characters, each at the beginning of words and within: none is left out.
         model_max_length: the longest sequence, special tokens included, that the model takes; saved with the
             tokenizer.
         lowercase: whether case and accents are dropped.
@@ -121,7 +122,7 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(_in_parts(texts), trainer)
     trained = tokenizer.get_vocab()
-    # The trainer keeps only the most frequent characters.
+    # Such as `##a`, from the words by which the continuations were found, if no text has an a.
     unused = {piece for piece in continuations if piece[2:] not in trained}
     tokens = [token for token in sorted(trained, key=trained.__getitem__) if token not in unused]
     if len(tokens) <= len(SPECIAL_TOKENS):
