@@ -14,7 +14,7 @@ something other than sentences, such as numbered headings.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,47 +42,39 @@ def ordered_pairs(rows: Dataset, collator: PretrainingCollator) -> tuple[list[Pa
     return [(first, second) for (first, second), _ in drawn], np.array([order for _, order in drawn], dtype=np.int64)
 
 
-def one_hot(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> sparse.csr_matrix:
-    """Sums of weights (pairs, tokens) by id (pairs, tokens), of shape (pairs, vocab_size)."""
-    places = np.repeat(np.arange(len(ids)), ids.shape[1])
-    return sparse.csr_matrix((weights.ravel(), (places, ids.ravel())), shape=(len(ids), vocab_size))
+def counts(segments: Sequence[np.ndarray], vocab_size: int) -> sparse.csr_matrix:
+    """How often each segment contains each token, (segments, vocab_size)."""
+    ids = np.concatenate(segments)
+    starts = np.cumsum([0, *map(len, segments)])
+    found = sparse.csr_matrix((np.ones(len(ids)), ids, starts), shape=(len(segments), vocab_size))
+    found.sum_duplicates()
+    return found
 
 
-def length_difference(pairs: Sequence[Pair], vocab_size: int) -> sparse.csr_matrix:
-    """Differences of the logarithms of the lengths, (pairs, 1)."""
-    return sparse.csr_matrix([[np.log(len(first) / len(second))] for first, second in pairs])
+def differences(pairs: Sequence[Pair], vocab_size: int) -> dict[str, sparse.csr_matrix]:
+    """Features of the first segment minus those of the second, each of shape (pairs, ...). They change their sign when
+    the segments are swapped, as the label does, so that no constant is needed."""
+    firsts, seconds = zip(*pairs, strict=True)
+
+    def tokens_at(place: slice) -> sparse.csr_matrix:
+        of_first, of_second = (counts([ids[place] for ids in side], vocab_size) for side in (firsts, seconds))
+        return of_first - of_second
+
+    return {
+        "length": sparse.csr_matrix([[np.log(len(first) / len(second))] for first, second in pairs]),
+        "first token": tokens_at(slice(1)),
+        "last token": tokens_at(slice(-1, None)),
+        "counts": counts(firsts, vocab_size).log1p() - counts(seconds, vocab_size).log1p(),
+    }
 
 
-def token_difference(place: int) -> Callable[[Sequence[Pair], int], sparse.csr_matrix]:
-    """A function for the token at one place of each segment: 1 for that of the first, -1 for that of the second."""
-
-    def difference(pairs: Sequence[Pair], vocab_size: int) -> sparse.csr_matrix:
-        ids = np.array([[first[place], second[place]] for first, second in pairs])
-        return one_hot(ids, np.broadcast_to([1.0, -1.0], ids.shape), vocab_size)
-
-    return difference
-
-
-def count_difference(pairs: Sequence[Pair], vocab_size: int) -> sparse.csr_matrix:
-    """Differences of log(1 + count) of each token, (pairs, vocab_size)."""
-    parts = []
-    for side in (0, 1):
-        ids = [pair[side] for pair in pairs]
-        starts = np.cumsum([0, *map(len, ids)])
-        flat = np.concatenate(ids)
-        counts = sparse.csr_matrix((np.ones(len(flat)), flat, starts), shape=(len(pairs), vocab_size))
-        counts.sum_duplicates()
-        parts.append(counts.log1p())
-    return (parts[0] - parts[1]).tocsr()
-
-
-# All change their sign when the segments are swapped, as the label does, so that no constant is needed.
-FEATURES: dict[str, tuple[Callable[[Sequence[Pair], int], sparse.csr_matrix], ...]] = {
-    "lengths": (length_difference,),
-    "first tokens": (token_difference(0),),
-    "first and last tokens": (token_difference(0), token_difference(-1)),
-    "counts of all tokens": (count_difference,),
-    "all of these": (length_difference, token_difference(0), token_difference(-1), count_difference),
+# What is printed, and the features that it is learned from.
+FEATURES = {
+    "lengths": ("length",),
+    "first tokens": ("first token",),
+    "first and last tokens": ("first token", "last token"),
+    "counts of all tokens": ("counts",),
+    "all of these": ("length", "first token", "last token", "counts"),
 }
 
 
@@ -117,11 +109,10 @@ def main(args: Sequence[str] | None = None) -> dict[str, float]:
     (train_pairs, train_orders), (pairs, orders) = sets["train"], sets["validation"]
     error = 0.5 / len(orders) ** 0.5
     print(f"{len(orders):,} held-out pairs (standard error {error:.1%}), learned from {len(train_orders):,}")
+    parts = [differences(found, len(tokenizer)) for found in (train_pairs, pairs)]
     results = {}
-    for name, parts in FEATURES.items():
-        train, held_out = (
-            sparse.hstack([part(found, len(tokenizer)) for part in parts]).tocsr() for found in (train_pairs, pairs)
-        )
+    for name, features in FEATURES.items():
+        train, held_out = (sparse.hstack([part[feature] for feature in features]).tocsr() for part in parts)
         results[name] = accuracy((train, train_orders), (held_out, orders))
         print(f"  {name:<24}{results[name]:.1%}", flush=True)
     path = Path(arguments.output_dir, "order_baselines.json")

@@ -27,7 +27,7 @@ from sklearn.base import BaseEstimator
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
-from sklearn.model_selection import train_test_split
+from sklearn.model_selection import GridSearchCV, ShuffleSplit
 
 from nystrom_models.data import TextTask
 from nystrom_models.data.classification import (
@@ -135,19 +135,15 @@ def scores(task: TextTask, model: BaseEstimator, features: Any, labels: np.ndarr
 
 def fit(task: TextTask, features: sparse.csr_matrix, labels: np.ndarray, seed: int) -> BaseEstimator:
     """The linear model whose regularization is best on a tenth of the rows."""
-
-    def model(strength: float) -> BaseEstimator:
-        return Ridge(alpha=1 / strength) if task.regression else LogisticRegression(C=strength, max_iter=1000)
-
-    train, held_out = train_test_split(np.arange(len(labels)), test_size=0.1, random_state=seed)
-    best = max(
-        STRENGTHS,
-        key=lambda strength: (
-            model(strength).fit(features[train], labels[train]).score(features[held_out], labels[held_out])
-        ),
-    )
+    model: BaseEstimator = LogisticRegression(max_iter=1000)
+    grid: dict[str, list[float]] = {"C": list(STRENGTHS)}
+    if task.regression:
+        model, grid = Ridge(), {"alpha": [1 / strength for strength in STRENGTHS]}
+    split = ShuffleSplit(1, test_size=0.1, random_state=seed)
+    search = GridSearchCV(model, grid, cv=split, error_score="raise").fit(features, labels)
+    best = STRENGTHS[search.best_index_]
     print(f"C = {best:g} of {', '.join(f'{strength:g}' for strength in STRENGTHS)}")
-    return model(best).fit(features, labels)
+    return search.best_estimator_
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, float]]]:
