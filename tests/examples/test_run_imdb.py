@@ -41,8 +41,16 @@ def test_what_is_cut_is_not_read(strategy, checkpoint, reviews, filler, tmp_path
     columns = ["--text_column_names", "review", "--label_column_name", "verdict"]
     samples = ["--max_train_samples", "96", "--max_eval_samples", "48"]
     options = ["--truncation_strategy", strategy, "--max_length", "20", *columns, *samples]
-    results = run(checkpoint, tmp_path, *files, *options)
+    # A tokenizer that cuts the other end, and is to be saved as one that cuts as this run does.
+    other = AutoTokenizer.from_pretrained(checkpoint, truncation_side="right" if strategy == "tail" else "left")
+    other.save_pretrained(tmp_path / "tokenizer")
+    results = run(checkpoint, tmp_path, *files, *options, "--tokenizer_name", str(tmp_path / "tokenizer"))
     assert results["validation"].keys() == {"loss", "accuracy", "macro_f1"}
+    cut = AutoTokenizer.from_pretrained(tmp_path / "output")("good " + filler(30, 0), truncation=True, max_length=9)
+    assert (other.convert_tokens_to_ids("good") in cut["input_ids"]) == (strategy != "tail")
+    card = (tmp_path / "output" / "README.md").read_text()
+    assert "| `max_train_steps` | 60 |" in card and "num_train_epochs" not in card
+    assert ("it was trained on the first and the last ones" in card) == (strategy == "head_tail")
     if strategy == "head":
         assert results["validation"]["accuracy"] < 0.75
         return
@@ -53,6 +61,10 @@ def test_what_is_cut_is_not_read(strategy, checkpoint, reviews, filler, tmp_path
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "output")
     classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
     assert classify(f"{filler(17, 999)} good")[0]["label"] == "good!"
+    if strategy == "tail":
+        assert "it was trained on the last ones" in card
+        for word in ("good", "bad"):
+            assert classify(f"{filler(40, 999)} {word}", truncation=True, max_length=20)[0]["label"] == f"{word}!"
 
 
 def test_all_of_a_document_is_read_in_windows(checkpoint, filler, write_rows, tmp_path, capsys):

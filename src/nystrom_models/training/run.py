@@ -284,6 +284,9 @@ def _push_checkpoint(args: RunArguments, folder: Path) -> None:
 def _hyperparameters(*arguments: Any) -> dict[str, Any]:
     """The flags that were given, without paths and housekeeping."""
     found = flags(*arguments, leave_out=HOUSEKEEPING | PLACES)
+    for number, overridden in (("max_train_steps", "num_train_epochs"), ("num_warmup_steps", "warmup_ratio")):
+        if found.get(number) is not None:
+            found.pop(overridden, None)
     return {name: value for name, value in found.items() if value is not None and value is not False}
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
@@ -245,6 +246,19 @@ class TextClassificationRun(FinetuningRun):
     args: TextClassificationArguments
     task: TextTask
 
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: TextClassificationArguments,
+        task: TextTask,
+        splits: Mapping[str, Dataset],
+    ):
+        super().__init__(accelerator, args, task, splits)
+        side = "left" if args.truncation_strategy == "tail" else "right"
+        if self.tokenizer.truncation_side != side:
+            # Saved with the model, so that a pipeline cuts long texts as in training.
+            self.tokenizer.truncation_side = self.tokenizer.init_kwargs["truncation_side"] = side
+
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """As `FinetuningRun.check_columns`."""
         # The columns of a benchmark have no flags.
@@ -390,8 +404,21 @@ class TextClassificationRun(FinetuningRun):
 
     def card(self) -> dict[str, Any]:
         """As `FinetuningRun.card`."""
-        in_windows = self.args.truncation_strategy == "windows" and len(self.task.text_columns) == 1
-        return super().card() | ({"windows": (self.args.max_length, self.args.doc_stride)} if in_windows else {})
+        strategy, length = self.args.truncation_strategy, self.args.max_length
+        of_model, own = super().card(), {}
+        if strategy == "windows" and len(self.task.text_columns) == 1:
+            own["windows"] = (length, self.args.doc_stride)
+        elif strategy == "tail":
+            own["limits"] = [
+                f"Of texts of more than {length} tokens, it was trained on the last ones, and its tokenizer cuts the "
+                'beginning: `truncation_side="left"`.'
+            ]
+        elif strategy == "head_tail":
+            own["limits"] = [
+                f"Of texts of more than {length} tokens, it was trained on the first and the last ones, half of each; "
+                "a tokenizer can only cut one end: leave out the middle of a longer text before."
+            ]
+        return of_model | own
 
     def example(self) -> tuple[str, str] | str | None:
         """As `FinetuningRun.example`."""
