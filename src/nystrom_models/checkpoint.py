@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 
 @contextmanager
@@ -74,18 +75,33 @@ def require_possible(name: str | os.PathLike | None, correct: str = "the path") 
         raise FileNotFoundError(f"There is no file or folder {str(name)!r}: correct {correct}.") from None
 
 
+def refuse_adapter(name: str | os.PathLike, **kwargs: Any) -> None:
+    """Raises a ValueError if a folder or a name on the Hub is, or has beside its model, an adapter of PEFT.
+
+    kwargs: of `from_pretrained`, for finding files.
+    """
+    if find_adapter_config_file(os.fspath(name), **kwargs) is not None:
+        raise ValueError(
+            f"{name} holds an adapter of PEFT (adapter_config.json): merge it first, and give the folder of the merged "
+            "model: AutoPeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), with the class of "
+            "its task."
+        )
+
+
 def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedTokenizerBase:
     """`AutoTokenizer.from_pretrained(name, **kwargs)`.
 
     Raises:
         FileNotFoundError: if there is no such folder, and the name cannot be one on the Hub.
-        ValueError: if there is none. Transformers makes one up for some kinds of models, with nothing but special
-            tokens.
+        ValueError: if there is none, as beside many adapters of PEFT. Transformers makes one up for some kinds of
+            models, with nothing but special tokens.
     """
     require_possible(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except (OSError, ValueError):
+        if name is not None and os.path.isdir(name):
+            refuse_adapter(name)
         # Transformers would name packages of other kinds of tokenizers.
         wanted = ("config.json", "tokenizer_config.json", "tokenizer.json")
         if name is not None and os.path.isdir(name) and not any(os.path.exists(Path(name, file)) for file in wanted):

@@ -26,7 +26,9 @@ from transformers.models.nystromformer import NystromformerConfig as BuiltInConf
 from transformers.models.nystromformer import NystromformerForMaskedLM as BuiltInForMaskedLM
 
 from nystrom_models import LinformerConfig, NystromformerConfig, NystromformerForPreTraining
+from nystrom_models.checkpoint import load_tokenizer
 from nystrom_models.conversion import convert, convert_checkpoint, converted_config
+from nystrom_models.deployment.folder import load_for_export
 from tests.conversion.sources import EXACT, FIELDS, LENGTH, ragged_batch, save_source
 from tests.models.options import TINY, make_model, relative_error
 
@@ -383,6 +385,17 @@ def test_an_encoder_that_is_not_its_configurations_is_refused(change, message, t
         convert(tmp_path, converted_config(tmp_path), ignore_mismatched_sizes=True)
 
 
+def test_other_classes_than_the_sources():
+    names, given = {0: "calm", 1: "storm", 2: "fog"}, {0: "day", 1: "night"}
+    source = BertConfig(id2label=names, label2id={name: i for i, name in names.items()})
+    for overrides in ({"id2label": given}, {"label2id": {"day": 0, "night": 1}}, {"id2label": given, "num_labels": 2}):
+        config = converted_config(source, **overrides)
+        assert (config.id2label, config.label2id, config.num_labels) == (given, {"day": 0, "night": 1}, 2)
+    assert converted_config(source, num_labels=3).id2label == names
+    unnamed = converted_config(source, num_labels=2)
+    assert (unnamed.id2label, unnamed.label2id) == ({0: "LABEL_0", 1: "LABEL_1"}, {"LABEL_0": 0, "LABEL_1": 1})
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_adapter_must_be_merged_first(alone, tmp_path):
     from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
@@ -394,7 +407,9 @@ def test_an_adapter_must_be_merged_first(alone, tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(source)
     config = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], init_lora_weights=False)
     get_peft_model(model, config).save_pretrained(folder)
-    for call in (converted_config, lambda path: convert(path, converted_config(source))):
+    calls = [converted_config, lambda path: convert(path, converted_config(source)), load_for_export]
+    # Its folder has a tokenizer only if one was saved there.
+    for call in [*calls, load_tokenizer] if alone else calls:
         with pytest.raises(ValueError, match=r"holds an adapter of PEFT .*merge it first"):
             call(folder)
     merged = AutoPeftModelForSequenceClassification.from_pretrained(folder).merge_and_unload().eval()

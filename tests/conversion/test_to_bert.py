@@ -116,6 +116,21 @@ def test_other_classes_are_refused(option, head):
         to_bert(model)
 
 
+def test_an_adapter_must_be_merged_first():
+    from peft import LoraConfig, get_peft_model
+
+    model = build("ForSequenceClassification")
+    with torch.no_grad():
+        config = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], init_lora_weights=False)
+        adapted = get_peft_model(model, config).eval()
+        with pytest.raises(TypeError, match=r"give model\.merge_and_unload\(\)"):
+            to_bert(adapted)
+        ids = torch.randint(5, 99, (2, 9))
+        expected = adapted(ids).logits
+        bert = to_bert(adapted.merge_and_unload())
+        assert relative_error(bert(ids).logits, expected) < TOLERANCE
+
+
 def test_it_loads_by_the_auto_class(tmp_path):
     to_bert(build("ForMaskedLM")).save_pretrained(tmp_path)
     assert AutoModelForMaskedLM.from_pretrained(tmp_path).config.model_type == "bert"

@@ -169,6 +169,15 @@ def test_a_new_model_from_a_configuration(checkpoint, write_rows, filler, tmp_pa
             run_imdb.main([*options, *fast])
 
 
+def test_an_adapter_must_be_merged_first(checkpoint, write_rows, tmp_path):
+    file = write_rows([{"text": "a film", "label": "good"}])
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for tokenizer in ([], ["--tokenizer_name", checkpoint]):
+        with pytest.raises(ValueError, match="holds an adapter of PEFT .*: merge it first"):
+            run(str(tmp_path / "adapter"), tmp_path, "--train_file", file, "--validation_file", file, *tokenizer)
+
+
 def test_a_model_longer_than_its_tokenizer_says(checkpoint, write_rows, filler, tmp_path):
     """A tokenizer made for rows of 64 tokens does not keep a model of 96 from reading 90, nor cut texts afterwards."""
     rows = [{"text": f"{filler(80, i)} {'bad' if i % 2 else 'good'}", "label": i % 2} for i in range(96)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig
+from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig, BertModel
 
 from nystrom_models import NystromformerConfig, NystromformerModel, use_nystrom
 from nystrom_models.interface import settings
@@ -199,8 +199,23 @@ def test_what_cannot_be_is_refused(name, arguments, says):
 
 
 def test_other_things_are_refused():
-    with pytest.raises(ValueError, match="not Linear"):
+    with pytest.raises(ValueError, match=r"not a Linear\.$"):
         use_nystrom(torch.nn.Linear(2, 2))
     config = NystromformerConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32)
     with pytest.raises(ValueError, match="already is linear in the length"):
         use_nystrom(NystromformerModel(config))
+
+
+def test_a_model_with_an_adapter():
+    from peft import LoraConfig, get_peft_model
+
+    config = BertConfig(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32, vocab_size=99
+    )
+    model = get_peft_model(BertModel(config), LoraConfig(target_modules=["query"], init_lora_weights=False)).eval()
+    ids = torch.randint(99, (1, 24))
+    with pytest.raises(ValueError, match=r"not a PeftModel: .*, or with model\.get_base_model\(\)\.$"):
+        use_nystrom(model)
+    exact = model(ids)[0]
+    use_nystrom(model.get_base_model(), num_landmarks=4)
+    assert not torch.allclose(model(ids)[0], exact, atol=1e-4)

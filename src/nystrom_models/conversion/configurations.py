@@ -73,7 +73,7 @@ def converted_config(
     if fields["max_position_embeddings"] is None and known.max_position_embeddings is not None:
         # The source has no limit of length: keep the family's default.
         fields.pop("max_position_embeddings")
-    fields |= {name: getattr(source_config, name) for name in HEAD_FIELDS}
+    fields |= _head_fields(source_config, overrides)
     fields |= _family_fields(source_config, config_class)
     if "feature_map" in overrides:
         # The default of use_cache depends on feature_map.
@@ -95,6 +95,18 @@ def _family_fields(source_config: PreTrainedConfig, config_class: type[BaseConfi
     if "feature_map" in own:
         # Linear attention has no weights to drop.
         fields |= {"feature_map": "hedgehog", "attention_probs_dropout_prob": 0.0}
+    return fields
+
+
+def _head_fields(source_config: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The source's `HEAD_FIELDS`, without its classes if others are given; of those, both dictionaries."""
+    fields = {name: getattr(source_config, name) for name in HEAD_FIELDS}
+    if "id2label" in overrides:
+        fields["label2id"] = {name: int(number) for number, name in overrides["id2label"].items()}
+    elif "label2id" in overrides:
+        fields["id2label"] = {number: name for name, number in overrides["label2id"].items()}
+    elif overrides.get("num_labels", source_config.num_labels) != source_config.num_labels:
+        del fields["id2label"], fields["label2id"]
     return fields
 
 

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
-from transformers.utils.peft_utils import find_adapter_config_file
 
-from ..checkpoint import naming_damage
+from ..checkpoint import naming_damage, refuse_adapter
 from .sources import SourceKind, check_head, source_head, source_kind
 
 # Prefixes of the weights of heads for fine-tuning.
@@ -51,12 +50,7 @@ def read_config(model_name_or_path: str | os.PathLike, **arguments: Any) -> PreT
     Raises:
         ValueError: if it is, or has beside it, an adapter of PEFT.
     """
-    if find_adapter_config_file(os.fspath(model_name_or_path), **arguments) is not None:
-        raise ValueError(
-            f"{model_name_or_path} holds an adapter of PEFT (adapter_config.json): merge it first, and convert the "
-            "merged model: AutoPeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), with the "
-            "class of its task."
-        )
+    refuse_adapter(model_name_or_path, **arguments)
     return AutoConfig.from_pretrained(model_name_or_path, **arguments)
 
 

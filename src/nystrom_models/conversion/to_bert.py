@@ -33,9 +33,11 @@ def to_bert(model: PreTrainedModel) -> PreTrainedModel:
         dtype and on their device.
 
     Raises:
-        TypeError: if `model` is not a Nyströmformer with one of these heads.
+        TypeError: if `model` is not a Nyströmformer with one of these heads, or has an adapter of PEFT.
         ValueError: if a field of its configuration has no counterpart in BERT; the message names the field.
     """
+    if hasattr(model, "merge_and_unload"):
+        raise TypeError(f"A {type(model).__name__} is not converted to a BERT: give model.merge_and_unload().")
     config = model.config
     head = type(model).__name__.removeprefix("Nystromformer")
     if not isinstance(config, NystromformerConfig) or head not in _HEADS:

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
-from ..checkpoint import load_complete, save_tokenizer
+from ..checkpoint import load_complete, refuse_adapter, save_tokenizer
 from ..complete_folder import moved_when_complete
 from ..models.configuration_base import BaseConfig
 from .onnx import INPUT_NAMES, export_onnx, require_packages
@@ -33,10 +33,12 @@ def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrai
     task: one of `TASKS`, which chooses the head; None for the head that the model was saved with.
 
     Raises:
-        ValueError: for an unknown task or a model of another package, or if weights of the head are missing.
+        ValueError: for an unknown task, an adapter of PEFT or a model of another package, or if weights of the head
+            are missing.
     """
     if task is not None and task not in TASKS:
         raise ValueError(f"task (--task) must be one of {', '.join(TASKS)}, but is {task}.")
+    refuse_adapter(name)
     config = AutoConfig.from_pretrained(name)
     if not isinstance(config, BaseConfig):
         raise ValueError(

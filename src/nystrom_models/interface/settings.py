@@ -98,7 +98,9 @@ def use_nystrom(
     attention, for layers that do not exist, and for numbers below 1. The model is then unchanged.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"use_nystrom() takes a model of Transformers, not {type(model).__name__}.")
+        within = hasattr(model, "get_base_model")  # a PeftModel
+        remedy = ": call it before PEFT wraps the model, or with model.get_base_model()" if within else ""
+        raise ValueError(f"use_nystrom() takes a model of Transformers, not a {type(model).__name__}{remedy}.")
     attentions = _attention_modules(model)
     _share_configs(model, model.config)
     configs = list({id(config): config for config in map(_config_of, attentions.values())}.values())

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint import load_tokenizer
+from ..checkpoint import load_tokenizer, refuse_adapter
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
@@ -152,6 +152,8 @@ def in_own_order(config: Any, names: list[str]) -> list[str]:
 def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Configuration and tokenizer of the pretrained model; or of a new one, for this vocabulary and special tokens."""
     remote = {"trust_remote_code": args.trust_remote_code}
+    if args.model_name_or_path is not None:
+        refuse_adapter(args.model_name_or_path)
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = load_tokenizer(name, **remote)
     if args.model_name_or_path is not None:

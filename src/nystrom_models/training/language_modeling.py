@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoint import refuse_adapter
 from ..conversion.sources import SOURCE_TYPES
 from ..data.loading import Collator, RowLoader, TrainingLoader
 from ..data.streams import StreamLoader
@@ -113,6 +114,8 @@ def read_config(
         wanted: a description of valid values of --config_name, for a message.
     """
     name = str(args.config_name or args.model_name_or_path)
+    if args.model_name_or_path is not None:
+        refuse_adapter(args.model_name_or_path)
     config = AutoConfig.from_pretrained(name)
     if not isinstance(config, BaseConfig):
         raise ValueError(f"{name} is a {config.model_type!r} configuration: --config_name must name {wanted}.")

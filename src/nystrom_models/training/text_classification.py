@@ -405,7 +405,7 @@ class TextClassificationRun(FinetuningRun):
     def card(self) -> dict[str, Any]:
         """As `FinetuningRun.card`."""
         strategy, length = self.args.truncation_strategy, self.args.max_length
-        of_model, own = super().card(), {}
+        own: dict[str, Any] = {}
         if strategy == "windows" and len(self.task.text_columns) == 1:
             own["windows"] = (length, self.args.doc_stride)
         elif strategy == "tail":
@@ -418,7 +418,7 @@ class TextClassificationRun(FinetuningRun):
                 f"Of texts of more than {length} tokens, it was trained on the first and the last ones, half of each; "
                 "a tokenizer can only cut one end: leave out the middle of a longer text before."
             ]
-        return of_model | own
+        return super().card() | own
 
     def example(self) -> tuple[str, str] | str | None:
         """As `FinetuningRun.example`."""
