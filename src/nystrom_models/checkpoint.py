@@ -82,9 +82,9 @@ def refuse_adapter(name: str | os.PathLike, **kwargs: Any) -> None:
     """
     if find_adapter_config_file(os.fspath(name), **kwargs) is not None:
         raise ValueError(
-            f"{name} holds an adapter of PEFT (adapter_config.json): merge it first, and give the folder of the merged "
-            "model: AutoPeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), with the class of "
-            "its task."
+            f"{name} holds an adapter of PEFT (adapter_config.json): merge it first, and give the folder of the "
+            "merged model: AutoPeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), with the "
+            "class of its task."
         )
 
 

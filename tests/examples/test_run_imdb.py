@@ -174,7 +174,7 @@ def test_an_adapter_must_be_merged_first(checkpoint, write_rows, tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     for tokenizer in ([], ["--tokenizer_name", checkpoint]):
-        with pytest.raises(ValueError, match="holds an adapter of PEFT .*: merge it first"):
+        with pytest.raises(ValueError, match=r"holds an adapter of PEFT .*: merge it first"):
             run(str(tmp_path / "adapter"), tmp_path, "--train_file", file, "--validation_file", file, *tokenizer)
 
 

@@ -386,10 +386,12 @@ def test_seeded_runs_are_equal(examples, tokenizer):
     assert losses[0] == losses[1]
 
 
-def test_each_process_draws_its_own_dropout(examples, tokenizer, monkeypatch):
+@pytest.mark.parametrize(("seed", "expected"), [(5, 8), (2**32 - 1, 3)])
+def test_each_process_draws_its_own_dropout(seed, expected, examples, tokenizer, monkeypatch):
+    """Also from the largest seed."""
     monkeypatch.setattr("accelerate.utils.random.AcceleratorState", lambda: SimpleNamespace(process_index=3))
-    pretrain(tiny_model("linformer", tokenizer), examples, tokenizer, steps=1, seed=5)
-    assert torch.initial_seed() == 5 + 3
+    pretrain(tiny_model("linformer", tokenizer), examples, tokenizer, steps=1, seed=seed)
+    assert torch.initial_seed() == expected
 
 
 def test_saved_model_and_tokenizer_are_loaded(examples, tokenizer, tmp_path):

@@ -98,9 +98,7 @@ def use_nystrom(
     attention, for layers that do not exist, and for numbers below 1. The model is then unchanged.
     """
     if not isinstance(model, PreTrainedModel):
-        within = hasattr(model, "get_base_model")  # a PeftModel
-        remedy = ": call it before PEFT wraps the model, or with model.get_base_model()" if within else ""
-        raise ValueError(f"use_nystrom() takes a model of Transformers, not a {type(model).__name__}{remedy}.")
+        raise ValueError(f"use_nystrom() takes a model of Transformers, not a {_other_kind(model)}.")
     attentions = _attention_modules(model)
     _share_configs(model, model.config)
     configs = list({id(config): config for config in map(_config_of, attentions.values())}.values())
@@ -123,6 +121,14 @@ def use_nystrom(
         _give_own_config(model)
     model.set_attn_implementation(IMPLEMENTATION)
     return model
+
+
+def _other_kind(model: Any) -> str:
+    """The name of something that is no model of Transformers, and what can be done."""
+    name = type(model).__name__
+    if hasattr(model, "get_base_model"):  # a PeftModel
+        return f"{name}: call it before PEFT wraps the model, or with model.get_base_model()"
+    return name
 
 
 def _share_configs(module: nn.Module, shared: PreTrainedConfig) -> None:

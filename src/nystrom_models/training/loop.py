@@ -136,7 +136,8 @@ class TrainingLoop:
             return self._run()
 
     def _run(self) -> TrainingState:
-        set_seed(self.seed, device_specific=True)  # otherwise all processes would draw the same dropout
+        # Otherwise all processes would draw the same dropout. It adds their number, and NumPy takes seeds below 2**32.
+        set_seed(self.seed % (2**32 - self.accelerator.num_processes), device_specific=True)
         self.restore()
         self.model.train()
         self.started = time.perf_counter() - self.state.seconds
