@@ -280,6 +280,7 @@ def test_misspelt_argument_is_refused():
             {"labels": torch.tensor([[1.0, 2.0]])},
             "must lie between 0 and 1: 1 for those that it has",
         ),
+        ("ForTokenClassification", {"labels": torch.zeros(1, 10)}, r"must be int64, but are torch\.float32"),
         (
             "ForPreTraining",
             {"sentence_order_label": torch.tensor([2])},

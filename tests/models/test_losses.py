@@ -24,6 +24,30 @@ def test_many_labels_in_half_precision(dtype):
     assert outputs.loss.dtype == torch.float32 and relative_error(outputs.loss, expected) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("head", [*WITH_LABELS, "ForQuestionAnswering", "ForCausalLM"])
+@torch.no_grad()
+def test_labels_of_any_integer_dtype(head, padded, dtype):
+    """Padding and the end of a row have the label -100, which not every dtype can hold."""
+    model = make_model("linear-causal" if head == "ForCausalLM" else "nystromformer-landmarks", head, num_labels=2)
+    ids = torch.randint(3, 99, (4, 3, 20) if head == "ForMultipleChoice" else (4, 20))
+    inputs = {"input_ids": ids}
+    if padded:
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][..., 15:] = 0
+    of_tokens = {"labels": ids % 2 if head == "ForTokenClassification" else ids}
+    of_rows = torch.tensor([0, 1, 1, 0])
+    labels = {
+        "ForPreTraining": of_tokens | {"sentence_order_label": of_rows},
+        "ForSequenceClassification": {"labels": of_rows},
+        "ForMultipleChoice": {"labels": of_rows},
+        "ForQuestionAnswering": {"start_positions": of_rows, "end_positions": of_rows},
+    }.get(head, of_tokens)
+    expected = model(**inputs, **labels).loss
+    assert torch.equal(model(**inputs, **{name: label.to(dtype) for name, label in labels.items()}).loss, expected)
+
+
 KINDS = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
 
 

@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from .batch import find_documents, first_of_document
 from .configuration_base import BaseConfig
 from .input_checks import input_shape, reject_cache, require_labels, require_labels_of_tokens, require_one_input
-from .losses import IGNORED, at_least_one
+from .losses import IGNORED, at_least_one, int64_labels
 from .modeling_base import BasePreTrainedModel
 from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
 from .token_layout import positions_by_rank, token_ranks
@@ -113,6 +113,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         targets = labels if shift_labels is None else shift_labels
         if targets is not None:
             self._check_labels(targets, states, logits_to_keep)
+            targets = int64_labels(targets)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(states[:, kept])
         loss = None
@@ -120,8 +121,8 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
             if shift_labels is None:
                 if seq_idx is not None:
                     mask = None if attention_mask is None else attention_mask != 0
-                    labels = labels.masked_fill(first_of_document(seq_idx, mask), IGNORED)
-                targets = next_labels(labels, attention_mask)
+                    targets = targets.masked_fill(first_of_document(seq_idx, mask), IGNORED)
+                targets = next_labels(targets, attention_mask)
             count = at_least_one((targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, num_items_in_batch=count, shift_labels=targets

@@ -16,15 +16,26 @@ IGNORED = -100
 
 
 def ignore_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: int = IGNORED) -> Tensor:
-    """The labels (B, N) of tokens, with `ignore_index` at padding."""
+    """The labels (B, N) of tokens in int64, with `ignore_index` at padding."""
+    labels = int64_labels(labels)
     return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, ignore_index)
+
+
+def int64_labels(labels: Tensor) -> Tensor:
+    """Class ids of any integer dtype, or of bool for two classes, in the only one that PyTorch's loss takes."""
+    if labels.is_floating_point():
+        raise ValueError(f"labels are numbers of classes, and must be int64, but are {labels.dtype}.")
+    return labels.long()
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = IGNORED
 ) -> Tensor:
-    """Mean cross entropy of logits (..., classes) over the labels (...) that count; 0 if none does."""
-    labels = labels.flatten().to(logits.device)
+    """Mean cross entropy of logits (..., classes) over the labels (...) that count; 0 if none does.
+
+    Raises ValueError for labels of a floating-point dtype.
+    """
+    labels = int64_labels(labels).flatten().to(logits.device)
     total = F.cross_entropy(_precise(logits).flatten(0, -2), labels, ignore_index=ignore_index, reduction="sum")
     return mean(total, (labels != ignore_index).sum(), num_items_in_batch)
 

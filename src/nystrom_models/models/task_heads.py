@@ -27,7 +27,14 @@ from .input_checks import (
     require_pairs,
 )
 from .layers import activation
-from .losses import IGNORED, binary_cross_entropy, cross_entropy, ignore_padding, squared_error
+from .losses import (
+    IGNORED,
+    binary_cross_entropy,
+    cross_entropy,
+    ignore_padding,
+    int64_labels,
+    squared_error,
+)
 from .modeling_base import BasePreTrainedModel
 from .pooling import pool
 
@@ -270,7 +277,7 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         if attention_mask is not None:
             # Padding cannot be the answer: the loss must not depend on the amount of padding.
             logits = logits.masked_fill(attention_mask.to(logits.device) == 0, torch.finfo(logits.dtype).min)
-        positions = positions.flatten()
+        positions = int64_labels(positions).flatten()
         outside = (positions < 0) | (positions >= logits.shape[1])
         if attention_mask is not None and logits.shape[1] > 0:
             within = positions.clamp(0, logits.shape[1] - 1)[:, None]
