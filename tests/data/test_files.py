@@ -370,11 +370,19 @@ def test_several_tables(tmp_path):
     rows = [{"text": "a", "label": 1}, {"text": "b\nc", "label": 2}]
     assert load_files(paths, cache_dir=tmp_path / "cache").to_list() == rows
     assert list(load_files(paths, streaming=True)) == [row | {"label": str(row["label"])} for row in rows]
-    (tmp_path / "b.csv").write_text("text,name\nb,2\n")
-    with pytest.raises(
-        ValueError, match=r"b\.csv: its columns are \['text', 'name'\], but must be \['text', 'label'\]"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_several_tables_have_the_same_columns(streaming, tmp_path):
+    paths = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    paths[0].write_text("text,label\na,1\n")
+    for header, message in (
+        ("text,name", r"b\.csv: its columns are \['text', 'name'\], but must be \['text', 'label'\]"),
+        ("text,label,label", r"b\.csv: several columns are called label"),
     ):
-        load_files(paths, cache_dir=tmp_path / "cache")
+        paths[1].write_text(f"{header}\nb{',2' * header.count(',')}\n")
+        with pytest.raises(ValueError, match=message):
+            load_files(paths, cache_dir=tmp_path / "cache", streaming=streaming)
 
 
 def test_empty_lines_at_the_end_are_no_rows(tmp_path):

@@ -44,16 +44,23 @@ def _header(records: Iterator[tuple[int, list[str]]]) -> list[str]:
     return [name or f"Unnamed: {i}" for i, name in enumerate(first)]
 
 
-def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str | None]]:
-    """The fields of .csv or .tsv files as texts; an empty one is missing. "NA" and "null" are texts."""
-    columns = _header(_records(files[0][0]))
-    for path, *_ in files:
-        records, empty = _records(path), 0
-        header = _header(records)
+def _columns(names: Sequence[str]) -> list[str]:
+    """The columns of the first table. Raises a ValueError if other tables have others, or one has two of a name."""
+    columns = _header(_records(names[0]))
+    for path in names:
+        header = _header(_records(path))
         if several := sorted({name for name in header if header.count(name) > 1}):
             raise ValueError(f"{path}: several columns are called {', '.join(several)}: give each its own name.")
         if sorted(header) != sorted(columns):
             raise ValueError(f"{path}: its columns are {header}, but must be {columns}, as in the first file.")
+    return columns
+
+
+def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str, str | None]]:
+    """The fields of .csv or .tsv files as texts; an empty one is missing. "NA" and "null" are texts."""
+    for path, *_ in files:
+        records, empty = _records(path), 0
+        header = _header(records)
         for line, row in records:
             if not row:
                 empty = empty or line
@@ -70,7 +77,8 @@ def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str,
 def load_tables(
     names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
-    features = Features({name: Value("string") for name in _header(_records(names[0]))})
+    # Here, because a stream is read file by file, while training.
+    features = Features({name: Value("string") for name in _columns(names)})
     if not features:
         raise no_rows(names, flag)
     if streaming:
