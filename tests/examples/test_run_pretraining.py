@@ -532,6 +532,7 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
             "run_clm.py",
         ),
         ("--streaming", ValueError, "--max_eval_samples"),
+        ("--streaming --max_eval_samples 150", ValueError, "--max_eval_samples 150 holds out all documents"),
         (
             "--streaming --max_eval_samples 9 --eval_strategy epoch --load_best_model_at_end",
             ValueError,

@@ -194,11 +194,17 @@ def _stream(
                 "With --streaming, the number of documents to evaluate on must be given: for example "
                 "--max_eval_samples 500, or --validation_file."
             )
+        held_out = validation is None
         if validation is None:
             assert train is not None
             validation, train = train.take(args.max_eval_samples), train.skip(args.max_eval_samples)
         counted = "counted among the held-out ones"
         validation = first_documents(validation, args.max_eval_samples, args.text_column_name, counted=counted)
+        if held_out and args.do_train and train is not None and next(iter(train), None) is None:
+            raise ValueError(
+                f"--max_eval_samples {args.max_eval_samples} holds out all documents of the stream: give fewer, or "
+                "--validation_file."
+            )
     elif args.max_eval_samples is not None:
         validation = sample(validation, args.max_eval_samples, args.seed)
     if train is None:
