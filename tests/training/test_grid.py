@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 
 from nystrom_models.data.classification import TextTask
@@ -19,6 +20,7 @@ from nystrom_models.training.results import write_results
 from nystrom_models.training.signals import Signals
 from nystrom_models.training.text_classification import TextClassificationArguments
 from nystrom_models.training.token_classification import TokenClassificationArguments
+from tests.training import processes
 
 OPTIMIZATION = FinetuningOptimizationArguments()
 
@@ -172,3 +174,23 @@ def test_steps_of_more_processes_are_another_run(monkeypatch, tmp_path):
     assert run(tmp_path, monkeypatch, scores, ["seed=0"])[1] == []
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(tmp_path, monkeypatch, scores, ["seed=0"])[1] == ["seed=0"]
+
+
+def finished_grid(folder):
+    """A grid whose runs were finished before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "content_digests", lambda *_: {})
+        patch.setattr(grid, "finetune_once", lambda *_: {"train": {}, "validation": {"pearson": 0.5}})
+        finetune_grid(
+            arguments(folder, grid=["seed=0,1"]), OPTIMIZATION, TextTask(("text",), best_metric="pearson"), {}
+        )
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_one_of_several_processes_writes_the_results_of_finished_runs(tmp_path):
+    """No run has started them: with only Accelerate, each would write the same file, or fail in it."""
+    (tmp_path / "seed=0").mkdir()
+    (tmp_path / "seed=0" / "model.safetensors").touch()
+    codes, log = processes.run(finished_grid, str(tmp_path), folder=tmp_path, num_processes=2)
+    assert codes == [0, 0], log[-3000:]
+    assert log.count("2 seeds: pearson 50.0") == 1 and (tmp_path / "all_results.json").exists()

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from datasets import Dataset
 
 from ..data.glue import GLUE_TASKS
 from .grid import finetune_grid, finetune_once
+from .launch import all_processes
 from .optimization import OptimizationArguments
 from .results import read_results, validation_metrics, write_results
 from .selection import Goal
@@ -73,14 +73,15 @@ def finetune_glue(
         "average": statistics.fmean(scores.values()),
         "average_without_wnli": statistics.fmean(score for name, score in scores.items() if name != "wnli"),
     }
-    if PartialState().is_main_process:
+    processes = all_processes(args.mixed_precision)
+    if processes.is_main_process:
         _gather(Path(args.output_dir, "submission"), predicted)
         write_results(args.output_dir, found, args, optimization)
         print("\nGLUE, in per cent: accuracy, Matthews correlation (CoLA), or the mean of the task's two metrics")
         for name, score in scores.items():
             print(f"  {name:<6} {100 * score:5.1f}")
         print(f"  average {100 * found['average']:.1f}; without WNLI {100 * found['average_without_wnli']:.1f}")
-    PartialState().wait_for_everyone()
+    processes.wait_for_everyone()
     return found
 
 

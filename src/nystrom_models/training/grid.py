@@ -13,12 +13,12 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate import PartialState
 from datasets import Dataset
 from transformers import HfArgumentParser
 
 from .checkpoints import remove_checkpoints
 from .finetuning import FinetuningArguments, Task, content_digests, finetune, finetuning_identity
+from .launch import all_processes
 from .optimization import OptimizationArguments
 from .results import read_results, results_content, validation_metrics, write_results
 from .signals import no_further_run
@@ -174,12 +174,13 @@ def finetune_grid(
         "best_run": best_run,
         "metric": goal.metric,
     }
-    if PartialState().is_main_process:
+    processes = all_processes(args.mixed_precision)  # if all runs were finished, they have not met yet
+    if processes.is_main_process:
         write_results(args.output_dir, found, args, optimization)
         if args.keep_best_only:
             _keep(args.output_dir, found)
         _print(found, values)
-    PartialState().wait_for_everyone()
+    processes.wait_for_everyone()
     return found
 
 
