@@ -186,6 +186,7 @@ def test_numbers_of_numpy_are_saved(tmp_path):
         ("ALBERT", {"layers": [0]}, "The 2 layers share 1 attention module, so their settings cannot differ"),
         ("SigLIP, both parts", {"layers": [0]}, "this model has several"),
         ("MPNet", {}, "MPNetModel computes its attention itself"),
+        ("T5 encoder", {}, 'SelfAttention of T5EncoderModel adds position_bias.*keep attn_implementation="sdpa"'),
         ("BART, its encoder", {}, "decoder.layers.0.self_attn of BartModel is causal"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -95,7 +95,8 @@ def use_nystrom(
     Returns: the model. Its configuration holds the settings, which `save_pretrained` keeps.
 
     Raises ValueError for a model whose attention does not go through Transformers' `AttentionInterface`, for causal
-    attention, for layers that do not exist, and for numbers below 1. The model is then unchanged.
+    attention, for T5's bias of the scores, for layers that do not exist, and for numbers below 1. The model is then
+    unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"use_nystrom() takes a model of Transformers, not a {_other_kind(model)}.")
@@ -171,6 +172,12 @@ def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         raise ValueError(
             f"{name} computes its attention itself, not through Transformers' AttentionInterface, so it cannot be "
             "replaced: choose another architecture."
+        )
+    # T5's way: the first layer's bias is added to the scores of all layers.
+    if path := next((path for path, module in attentions.items() if hasattr(module, "relative_attention_bias")), None):
+        raise ValueError(
+            f"{path} of {name} adds position_bias, a bias for each pair of tokens, to the scores of its layers, which "
+            'landmarks cannot represent: keep attn_implementation="sdpa", or choose another architecture.'
         )
     for path, module in attentions.items():
         # Modules may be marked as causal although the configuration makes the model bidirectional.
