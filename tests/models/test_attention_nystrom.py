@@ -11,6 +11,7 @@ from nystrom_models.models.attention_nystrom import (
     nystrom_attention,
     nystrom_attention_map,
     nystrom_attention_reference,
+    nystrom_cross_attention,
     segment_sizes,
 )
 from nystrom_models.models.depthwise_convolution import depthwise_convolution
@@ -212,3 +213,20 @@ def test_landmarks_in_half_precision_are_not_off_in_one_direction(dtype, ragged_
     else:
         means = attention_nystrom._unpadded_means(states, 8)
     assert ((means - exact) / exact).mean().abs() < torch.finfo(dtype).eps / 20
+
+
+@pytest.mark.parametrize("function", [nystrom_attention, nystrom_cross_attention], ids=["self", "cross"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"num_landmarks": 0}, "num_landmarks=0 must be at least 1"),
+        ({"num_landmarks": -1}, "num_landmarks=-1 must be at least 1"),
+        ({"num_landmarks": M, "pinv_iterations": 0}, "pinv_iterations=0 must be at least 1"),
+    ],
+)
+def test_fewer_than_one_are_refused(function, masked, numbers, message):
+    query, key, value = torch.randn(3, 1, 2, 2 * M + 1, 8)
+    mask = torch.ones(1, 2 * M + 1, dtype=torch.bool) if masked else None
+    with pytest.raises(ValueError, match=message):
+        function(query, key, value, mask, **numbers)

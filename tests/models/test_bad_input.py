@@ -366,6 +366,18 @@ def test_a_direction_that_changes_after_the_model_was_made_is_refused(option):
         model(IDS)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(("field", "value"), [("num_landmarks", 0), ("num_landmarks", [2, 0]), ("pinv_iterations", 0)])
+def test_numbers_that_are_set_after_the_model_was_made_are_checked(field, value, masked):
+    model = make_model("nystromformer-landmarks")
+    setattr(model.config, field, value)
+    with pytest.raises(ValueError, match=f"{field}=.* must be at least 1"):
+        model(
+            IDS,
+            attention_mask=(torch.arange(IDS.shape[1]) < IDS.shape[1] - 1)[None].expand_as(IDS) if masked else None,
+        )
+
+
 @pytest.mark.parametrize("option", ["nystromformer-by_layer", "linformer-key_value"])
 def test_a_layer_without_an_entry_in_a_list_is_named(option):
     """As when layers are added or picked by hand."""

@@ -226,7 +226,11 @@ def _landmark_pinv(
     """A⁺ (..., m, m) of A = softmax(q~ k~ᵀ / √D), in float32 or float64; zero for landmarks that do not exist.
 
     query_exists: (B, M) bool, for cross-attention, where queries and keys may have different numbers of landmarks.
+
+    Raises ValueError for fewer than one iteration.
     """
+    if iterations < 1:
+        raise ValueError(f"pinv_iterations={iterations} must be at least 1 (6 in the paper).")
     dtype = torch.promote_types(query_landmarks.dtype, torch.float32)
     # In half precision the iterations would lose the small singular values, so autocast is switched off.
     with maybe_autocast(query_landmarks.device.type, enabled=False):
@@ -261,7 +265,11 @@ def _landmarks_of(
     """Landmarks (B, H, M, D) of states (B, H, N, D), and their segments; None where all rows have more than M.
 
     segments: those of the mask, if they are known. Without a mask they are used only while a graph is recorded.
+
+    Raises ValueError for fewer than one landmark.
     """
+    if num_landmarks < 1:
+        raise ValueError(f"num_landmarks={num_landmarks} must be at least 1 (64 in the paper), or None for softmax.")
     if mask is None and is_tracing(states):
         # The graph must be valid for lengths below and above M.
         mask = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool, device=states.device)

@@ -64,10 +64,16 @@ class NystromformerConfig(BaseConfig):
                 f"num_landmarks={landmarks} has {len(landmarks)} numbers for num_hidden_layers="
                 f"{self.num_hidden_layers}: give one for each layer, or a single number for all."
             )
+        require_positive("segment_means_seq_len", self.segment_means_seq_len)
+        self.validate_numbers()
+
+    def validate_numbers(self) -> None:
+        """Raises ValueError for numbers of landmarks or iterations below 1, which may be set for a model after it was
+        made."""
+        landmarks = self.num_landmarks
         numbers = landmarks if isinstance(landmarks, list) else [landmarks]
         if any(number is not None and number < 1 for number in numbers):
             raise ValueError(f"num_landmarks={landmarks} must be at least 1 (64 in the paper), or None for softmax.")
-        require_positive("segment_means_seq_len", self.segment_means_seq_len)
         if self.pinv_iterations < 1:
             raise ValueError(f"pinv_iterations={self.pinv_iterations} must be at least 1 (6 in the paper).")
 

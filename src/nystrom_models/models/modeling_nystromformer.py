@@ -59,6 +59,7 @@ class NystromformerStack(LayerStack):
 
     def plan(self, batch: Batch) -> dict[int, Segments]:
         """The segments of padded rows, by the number of landmarks; numbers that give exact attention are left out."""
+        self.config.validate_numbers()
         if batch.mask is None:
             return {}
         numbers = {number for number in self.config.landmarks_by_layer if number is not None}
