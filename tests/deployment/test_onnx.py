@@ -193,6 +193,13 @@ def test_multiple_choice_has_a_third_axis_and_hidden_states_their_names(tmp_path
     assert run(path, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).shape == (3, 5)
 
 
+def test_a_model_of_one_token_has_no_axis_of_length(tmp_path):
+    model = small("linear-elu", "Model", max_position_embeddings=1)
+    path = export_onnx(model, tmp_path / "model.onnx", verify=True)
+    (ids, _) = onnxruntime.InferenceSession(path).get_inputs()
+    assert ids.shape == ["batch_size", 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"dual_encoder": True}, {}], ids=["pairs", "rows"])
 def test_means_and_pairs_at_any_length(fields, tmp_path):

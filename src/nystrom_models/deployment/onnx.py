@@ -153,7 +153,9 @@ def export_onnx(
 
     limit = model.config.max_position_embeddings
     inputs = _inputs(model, input_names, batch=2, length=min(limit or 16, 16))
-    axes = {0: Dim("batch_size", min=1), inputs["input_ids"].dim() - 1: Dim("sequence_length", min=1, max=limit)}
+    axes = {0: Dim("batch_size", min=1)}
+    if limit != 1:  # else the length is always 1, and no axis
+        axes[inputs["input_ids"].dim() - 1] = Dim("sequence_length", min=1, max=limit)
     if _has_choices(model):
         axes[1] = Dim("num_choices", min=1)
     with _quiet(), _without_states(model):
