@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from benchmarks.architectures import pixels
 from nystrom_models.analysis import Setting, inspect_attention, inspection, visit_attention
 from nystrom_models.analysis.measures import exact_map, nystrom_map
 from nystrom_models.analysis.report import attended
@@ -11,6 +12,7 @@ from nystrom_models.analysis.results import Inspection, Layer, Sums
 from nystrom_models.models.attention_nystrom import nystrom_attention_reference
 from nystrom_models.models.masked_attention import attend
 from tests.analysis.models import make_model, padded_batch
+from tests.interface.models import make, tokens
 
 LENGTHS = (37, 23)
 
@@ -266,6 +268,7 @@ def test_what_a_token_attends_to_is_the_mean_of_the_heads():
         ({"max_rows": 1}, "max_rows"),
         ({"layers": [1, 2]}, r"layers names \[2\].*0 to 1"),
         ({"token": 37}, "token must lie between 0 and 36"),
+        ({"layers": []}, "layers is empty"),
     ],
 )
 def test_wrong_options_are_refused_by_name(options, message):
@@ -273,6 +276,19 @@ def test_wrong_options_are_refused_by_name(options, message):
         inspect_attention(make_model("Bert"), alone([37]), **options)
     with pytest.raises(ValueError, match="inputs is empty"):
         inspect_attention(make_model("Bert"), [])
+    without_tokens = {"input_ids": torch.full((1, 5), 3), "attention_mask": torch.zeros(1, 5, dtype=torch.long)}
+    with pytest.raises(ValueError, match="inputs have no valid token"):
+        inspect_attention(make_model("Bert"), [without_tokens])
+
+
+def test_layers_that_see_rows_of_different_lengths_are_inspected_one_after_the_other():
+    """SigLIP's parts: layers 0 and 1 read patches, 2 and 3 tokens."""
+    model, inputs = make("SigLIP, both parts"), [pixels(1) | {"input_ids": tokens(1, 30)}]
+    with pytest.raises(ValueError, match=r"Layers \[0, 1\] and \[2, 3\] .* by layers=\[0, 1\] and layers=\[2, 3\]"):
+        inspect_attention(model, inputs, num_landmarks=[4])
+    for layers in ([0, 1], [2, 3]):
+        found = inspect_attention(model, inputs, num_landmarks=[4], layers=layers)
+        assert found.model_error(found.main) > 0
 
 
 @pytest.mark.parametrize("model, measured", [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu")])

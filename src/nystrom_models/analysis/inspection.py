@@ -63,8 +63,8 @@ def inspect_attention(
         on_layer: called after each layer, for a progress bar.
 
     Raises:
-        ValueError: for numbers below 1, for layers or a token that do not exist, and for models that cannot be
-            inspected.
+        ValueError: for numbers below 1, for layers or a token that do not exist, for inputs without a valid token, for
+            layers that attend to rows of different lengths, and for models that cannot be inspected.
     """
     for name, numbers in (("num_landmarks", num_landmarks), ("pinv_iterations", pinv_iterations)):
         if not numbers or min(numbers) < 1:
@@ -79,7 +79,12 @@ def inspect_attention(
         raise ValueError("inputs is empty: give the arguments of at least one call of the model.")
     if layers is not None and (unknown := sorted(set(layers) - measuring.seen)):
         raise ValueError(f"layers names {unknown}, but the model's attention layers are 0 to {max(measuring.seen)}.")
+    if layers is not None and not layers:
+        raise ValueError("layers is empty: give the numbers of attention layers, or None for all.")
     found = dict(sorted(measuring.layers.items()))
+    if not found:
+        raise ValueError("inputs have no valid token: give an attention_mask with 1 at the tokens.")
+    _require_same_lengths(found)
     if token is not None and all(layer.token is None for layer in found.values()):
         longest = max(setting.length for layer in found.values() for setting in layer.errors)
         raise ValueError(f"token must lie between 0 and {longest - 1}, or be negative, but is {token}.")
@@ -88,6 +93,21 @@ def inspect_attention(
         key=lambda s: (s.length, s.method, s.num_landmarks or 0, s.pinv_iterations or 0),
     )
     return Inspection(found, settings, measuring.main_setting(settings), skipped)
+
+
+def _require_same_lengths(layers: Mapping[int, Layer]) -> None:
+    """Raises ValueError for layers of rows of different lengths, as in a model of texts and images: their errors would
+    not be those of one setting."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, layer in layers.items():
+        lengths = tuple(sorted({setting.length for setting in layer.errors}))
+        groups.setdefault(lengths, []).append(index)
+    if len(groups) > 1:
+        first, second, *_ = groups.values()
+        raise ValueError(
+            f"Layers {first} and {second} attend to rows of different lengths, which have no error in common: inspect "
+            f"them one after the other, by layers={first} and layers={second}, or give one part of the model."
+        )
 
 
 class _Measuring:
