@@ -238,7 +238,9 @@ def require_positive(parser: argparse.ArgumentParser, arguments: argparse.Namesp
 
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if arguments.command == "run":
-        require_positive(parser, arguments, "repeats")
+        require_positive(parser, arguments, "repeats", "threads")
+        if arguments.plot:
+            report.require_plotting(arguments.plot, "--plot")
     sizes = ("batch_size", "num_heads", "head_dim", "num_landmarks", "projected_dim", "num_layers")
     require_positive(parser, arguments, *sizes, "tokens", "lengths")
     if arguments.conv_kernel_size % 2 == 0 or arguments.conv_kernel_size < 1:
@@ -396,6 +398,7 @@ def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
     if arguments.labels and len(arguments.labels) != len(arguments.contenders or ()):
         parser.error("argument --labels: give one for each of --contenders")
     results, path = read(arguments.file), arguments.output or os.path.splitext(arguments.file)[0] + ".png"
+    report.require_plotting(path, "--output")
     stem, ending = os.path.splitext(path)
     for scheme in arguments.color_schemes or [None]:
         picture = path if scheme is None else f"{stem}-{scheme}{ending}"
@@ -452,7 +455,7 @@ def main(argv: list[str] | None = None) -> int:
         return on_a_gpu(arguments)
     if arguments.command == "decode":
         require_device(parser, arguments.device)
-        require_positive(parser, arguments, "repeats", "lengths")
+        require_positive(parser, arguments, "repeats", "lengths", "threads")
         return time_decoding(arguments, argv)
     if arguments.command == "collators":
         for length in arguments.lengths:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Result files as tables and plots."""
 
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -299,6 +300,20 @@ def chosen_rows(
     return chosen
 
 
+def require_plotting(path: str, flag: str) -> None:
+    """Ends the program, before anything is measured, if a picture cannot be written: without matplotlib, or in a
+    format that it does not know.
+
+    flag: the one that gives the path.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise SystemExit("plotting needs matplotlib: pip install matplotlib") from error
+    if os.path.splitext(path)[1].lstrip(".").lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise SystemExit(f"{flag} {path}: is not the name of a picture; let it end in .png, .svg or .pdf")
+
+
 def plot(
     results: dict,
     path: str,
@@ -317,10 +332,8 @@ def plot(
         color_scheme: "light" or "dark", for a picture on a page of that color, without a background and without title
             and machine, which the page contains; None for a white background, with both.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SystemExit("plotting needs matplotlib: pip install matplotlib") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -346,6 +359,7 @@ def plot(
             figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="upper center", ncols=2)
         figure.tight_layout(rect=(0, 0.03, 1, 1) if color_scheme is None else (0, 0, 1, 0.86))
         metadata = {"Date": None} if path.endswith(".svg") else None
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         figure.savefig(path, dpi=110, transparent=color_scheme is not None, metadata=metadata)
         pyplot.close(figure)
 

@@ -312,6 +312,7 @@ def test_peak_memory_counts_what_is_held_at_once():
         (["--lengths", "0"], "--lengths"),
         (["--repeats", "0"], "--repeats"),
         (["--tokens", "0"], "--tokens"),
+        (["--threads", "0"], "--threads"),
     ],
 )
 def test_bad_arguments_name_what_would_work(capsys, arguments, named):
@@ -320,8 +321,8 @@ def test_bad_arguments_name_what_would_work(capsys, arguments, named):
     assert stopped.value.code == 2 and named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--repeats", "--lengths"])
-def test_decoding_needs_a_repeat_and_a_token(capsys, flag):
+@pytest.mark.parametrize("flag", ["--repeats", "--lengths", "--threads"])
+def test_decoding_needs_a_repeat_a_token_and_a_thread(capsys, flag):
     with pytest.raises(SystemExit):
         cli.main(["decode", flag, "0"])
     assert f"argument {flag}: must be at least 1" in capsys.readouterr().err
@@ -408,6 +409,16 @@ def test_plot(tmp_path, capsys):
     cli.main(["plot", str(path)])
     assert f"Drawn: {tmp_path / 'result.png'}" in capsys.readouterr().out
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+    cli.main(["plot", str(path), "--output", str(tmp_path / "new" / "picture.svg")])
+    assert (tmp_path / "new" / "picture.svg").exists()
+
+
+@pytest.mark.parametrize("command", [["run", "--plot"], ["plot", "result.json", "--output"]], ids=["run", "plot"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_measurement(command, monkeypatch):
+    monkeypatch.setattr(cli, "measure", None)
+    monkeypatch.setattr(cli, "read", lambda path: {})
+    with pytest.raises(SystemExit, match=rf"{command[-1]} picture.pgn: .* end in .png, .svg or .pdf"):
+        cli.main([*command, "picture.pgn"])
 
 
 def test_plot_of_chosen_contenders_for_light_and_dark_pages(tmp_path):
