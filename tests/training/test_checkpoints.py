@@ -416,20 +416,27 @@ def test_a_checkpoint_that_was_moved_keeps_the_best_model_of_its_run(tokenizer, 
 def test_patience_is_the_same_after_a_kill_between_best_model_and_checkpoint(tokenizer, examples, tmp_path):
     losses, accelerator = {2: 3.0, 4: 2.9, 6: 2.8, 8: 2.7, 10: 2.6}, create_accelerator()
 
-    def run(steps, first=2, **options):
+    def run(first=2, killed_at=None, **options):
         def save(model, path):
             save_pretrained(accelerator, model, None, path)
 
-        values = iter([losses[step] for step in range(first, 12, 2)])
-        best = BestModel(accelerator, tmp_path, save)
-        evaluation = Evaluation(lambda _: {"loss": next(values)}, 2, Goal("loss", False), best, 3, 0.2)
-        return short_run(tokenizer, examples, tmp_path, steps=steps, evaluation=evaluation, **options)
+        steps = iter(range(first, 12, 2))
 
-    assert run(steps=10, first=2).step == 8  # each loss is better by less than the threshold
+        def evaluate(model):
+            if (step := next(steps)) == killed_at:
+                raise InterruptedError
+            return {"loss": losses[step]}
+
+        best = BestModel(accelerator, tmp_path, save)
+        evaluation = Evaluation(evaluate, 2, Goal("loss", False), best, 3, 0.2)
+        return short_run(tokenizer, examples, tmp_path, steps=10, evaluation=evaluation, **options)
+
+    assert run().step == 8  # each loss is better by less than the threshold
     shutil.rmtree(tmp_path)
-    run(steps=5)
+    with pytest.raises(InterruptedError):
+        run(killed_at=6)
     shutil.rmtree(tmp_path / "checkpoint-4")
-    state = run(steps=10, first=4, resume_from_checkpoint="latest")
+    state = run(first=4, resume_from_checkpoint="latest")
     assert (state.step, state.best.step, state.best.value) == (8, 8, 2.7)
 
 

@@ -77,8 +77,8 @@ def test_a_small_gain_does_not_begin_the_patience_anew():
 VALUES = [0.5, 0.7, 0.6, 0.6, 0.6, 0.9]
 
 
-def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, steps=12, **options):
-    """Evaluates every two steps, with given figures."""
+def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, steps=12, every=2, rate=1e-3, **options):
+    """Evaluates with figures that are given for every two steps."""
     accelerator = create_accelerator()
     figures = {2 * i + 2: value for i, value in enumerate(VALUES)}
 
@@ -103,9 +103,9 @@ def run(examples, tokenizer, folder, patience=None, goal=UP, content=None, steps
         tiny_model("linformer", tokenizer),
         Counting(),
         RowLoader(examples, PretrainingCollator(tokenizer), 8),
-        OptimizationArguments(8, learning_rate=1e-3, max_train_steps=steps),
+        OptimizationArguments(8, learning_rate=rate, max_train_steps=steps),
         checkpoints=CheckpointArguments(str(folder), 1, **options),
-        evaluation=Evaluation(evaluate, 2, goal, best, patience),
+        evaluation=Evaluation(evaluate, every, goal, best, patience),
         save_model=save,
         settings=content,
     )
@@ -231,6 +231,29 @@ def test_going_on_from_before_the_best_forgets_it(examples, tokenizer, tmp_path)
     assert (state.best.step, best.step()) == (4, 4)
     state, best = run(examples, tokenizer, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert (state.best.value, state.best.step, best.step()) == (0.7, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "best"),
+    [
+        ({"steps": 9}, (0.6, 8)),
+        ({"every": 4}, (0.6, 8)),
+        ({"every": 8, "steps": 8}, (None, None)),
+        ({"rate": 5e-4}, (0.65, 10)),
+    ],
+    ids=["shorter", "other-evaluations", "no-evaluation", "other-rate"],
+)
+def test_a_best_model_that_does_not_come_again_is_forgotten(change, best, examples, tokenizer, tmp_path, monkeypatch):
+    """That of step 10, which was saved after the checkpoint of step 7."""
+    monkeypatch.setattr(f"{__name__}.VALUES", [0.5, 0.7, 0.6, 0.6, 0.9, 0.6])
+    _, kept = run(examples, tokenizer, tmp_path)
+    assert kept.step() == 10
+    resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-7")}
+    monkeypatch.setattr(f"{__name__}.VALUES", [0.5, 0.7, 0.6, 0.6, 0.65, 0.6])
+    state, kept = run(examples, tokenizer, tmp_path, **change, **resume)
+    assert (state.best.value, state.best.step) == best
+    if best[1] is not None:
+        assert kept.step() == best[1]
 
 
 @pytest.mark.parametrize(

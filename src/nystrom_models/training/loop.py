@@ -201,20 +201,25 @@ class TrainingLoop:
                 "with later ones, and the best model is one of the later ones"
             )
         kept = None if self.evaluation is None else self.evaluation.best_model
-        if kept is not None and self.state.best.step is not None:
+        if kept is not None and self.state.best.value is not None:
             if checkpoint.resolve().parent != Path(self.checkpoints.output_dir).resolve():
                 found = kept.adopt(checkpoint.parent, self.state.best)
                 repeated = False
             else:
-                found = kept.step() == self.state.best.step
-                # Saved after the checkpoint, before the run was killed. Its evaluation comes again.
-                repeated = not found and (kept.step() or 0) >= self.state.step
+                last = kept.step() or 0
+                found = last == self.state.best.step
+                # Saved after the checkpoint, before the run was killed. Its evaluation comes again, unless the length
+                # of the run, its evaluations or its schedule changed.
+                same = math.isclose(rate, self.scheduler.get_last_lr()[0])
+                repeated = not found and same and last >= self.state.step and self._is_due(last)
             if repeated:
                 self.state.best = replace(self.state.best, step=None)
             elif not found:
+                step = self.state.best.step
+                which = "" if step is None else f", that of step {step},"
                 self.accelerator.print(
-                    f"The best model so far, that of step {self.state.best.step}, is not in {checkpoint.parent}: the "
-                    "best model will be one of the later ones"
+                    f"The best model so far{which} is not in {checkpoint.parent}: the best model will be one of the "
+                    "later ones"
                 )
                 self.state.best = Best()
         # It may have been stopped while the final model was scored.
@@ -374,14 +379,18 @@ class TrainingLoop:
         self.state.seconds = time.perf_counter() - self.started
         self.state.num_tokens = int(self.accelerator.reduce(self.num_tokens, "sum"))
 
+    def _is_due(self, step: int) -> bool:
+        """Whether a step before the last one is followed by an evaluation."""
+        if not self.eval_every or step >= self.total_steps:
+            return False
+        # An epoch may end within a step. The tolerance is for rounding of the quotients.
+        done, before = (math.floor(number / self.eval_every + 1e-9) for number in (step, step - 1))
+        return done != before
+
     def evaluate(self) -> None:
         """Evaluates if it is time, except after the last step, when the caller evaluates after saving the model."""
         state, evaluation = self.state, self.evaluation
-        if evaluation is None or not self.eval_every or state.step == self.total_steps:
-            return
-        # An epoch may end within a step. The tolerance is for rounding of the quotients.
-        done, before = (math.floor(step / self.eval_every + 1e-9) for step in (state.step, state.step - 1))
-        if done == before:
+        if evaluation is None or not self._is_due(state.step):
             return
         self._measure()
         paused = time.perf_counter()
