@@ -495,6 +495,40 @@ def test_a_stable_rate_decays_over_the_last_tenth(tokenizer):
     assert all(before > after for before, after in pairwise(rates[36:])) and 0 < rates[-1] < 0.2
 
 
+def schedule(steps, **options):
+    args = OptimizationArguments(learning_rate=1.0, num_warmup_steps=2, **options)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    return first_rates(optimizer, create_scheduler(optimizer, args, steps), steps)
+
+
+def test_the_decay_fits_into_the_run():
+    options = {"lr_scheduler_type": "warmup_stable_decay"}
+    with pytest.raises(ValueError, match="num_decay_steps 19, but after the warm-up 18 steps are left: give 18 or"):
+        schedule(20, lr_scheduler_kwargs='{"num_decay_steps": 19}', **options)
+    rates = schedule(20, lr_scheduler_kwargs='{"num_decay_steps": 18}', **options)
+    assert rates[2] == 1.0 and all(before > after for before, after in pairwise(rates[2:]))
+    # The decay takes all steps after the stable ones.
+    with pytest.warns(UserWarning, match="num_stable_steps will be used"):
+        rates = schedule(20, lr_scheduler_kwargs='{"num_stable_steps": 8}', **options)
+    assert rates[2:11] == [1.0] * 9 and all(before > after > 0 for before, after in pairwise(rates[10:]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("constant", '{"num_cycles": 2}'),
+        ("constant_with_warmup", '{"num_decay_steps": 5}'),
+        ("polynomial", '{"power": "2"}'),
+        ("cosine_with_min_lr", '{"min_lr_rate": "0.1"}'),
+        ("warmup_stable_decay", '{"num_stable_steps": "5"}'),
+        ("linear", '{"last_epoch": 5}'),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_take_are_refused_at_once(kind, options):
+    with pytest.raises(ValueError, match=f"--lr_scheduler_type {kind} does not take --lr_scheduler_kwargs"):
+        OptimizationArguments(lr_scheduler_type=kind, lr_scheduler_kwargs=options)
+
+
 def test_an_accelerator_that_accumulates_is_refused(examples, tokenizer):
     loader = RowLoader(examples, PretrainingCollator(tokenizer), 4)
     accelerator = Accelerator(gradient_accumulation_steps=2)

@@ -152,11 +152,18 @@ def _schedule(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The schedule of `lr_scheduler_type`. Raises a ValueError if it does not take the `lr_scheduler_kwargs`."""
     options = args.schedule_options()
-    if args.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in options:
-        options["num_decay_steps"] = num_training_steps // 10
     try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
-    except (TypeError, ValueError) as error:
+        if args.lr_scheduler_type.startswith("constant") and options:
+            raise ValueError("it has none")  # Transformers would ignore them
+        if args.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in options:
+            stable = options.get("num_stable_steps")
+            rest = num_training_steps // 10 if stable is None else num_training_steps - warmup - stable
+            options["num_decay_steps"] = max(0, rest)
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_training_steps, options)
+        for step in (0, warmup, num_training_steps - 1):
+            scheduler.lr_lambdas[0](step)  # otherwise, a text for a number would end the run after the warm-up
+        return scheduler
+    except (KeyError, TypeError, ValueError) as error:
         problem = (
             f"does not take --lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
             if options
@@ -177,12 +184,24 @@ def create_scheduler(
     preparation: Preparation | None = None,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A schedule of `transformers.get_scheduler`: warm-up over `num_warmup_steps` (or `warmup_ratio` of all steps),
-    then the schedule of `lr_scheduler_type`. After a `preparation`, the schedule covers the remaining steps."""
+    then the schedule of `lr_scheduler_type`. After a `preparation`, the schedule covers the remaining steps.
+
+    Raises:
+        ValueError: if `num_decay_steps` are more than the steps after the warm-up.
+    """
     before = 0 if preparation is None else preparation.steps
     num_training_steps -= before
     warmup = args.num_warmup_steps
     if warmup is None:
         warmup = round(args.warmup_ratio * num_training_steps)
+    options = args.schedule_options()
+    if args.lr_scheduler_type == "warmup_stable_decay" and "num_stable_steps" not in options:
+        decay, most = options.get("num_decay_steps", 0), max(0, num_training_steps - warmup)
+        if decay > most:  # the rate would fall at once, from the peak to almost nothing
+            raise ValueError(
+                f"--lr_scheduler_kwargs has num_decay_steps {decay:,}, but after the warm-up {most:,} steps are left: "
+                f"give {most:,} or fewer, or more --max_train_steps."
+            )
     scheduler = _schedule(optimizer, args, warmup, num_training_steps)
     if preparation is not None:
         factor = preparation.learning_rate / args.learning_rate
