@@ -32,6 +32,7 @@ from nystrom_models.training import (
     loop,
 )
 from nystrom_models.training.optimization import set_schedule_step
+from nystrom_models.training.saving import load_weights
 from nystrom_models.training.sharding import remove_second_names
 from tests.training import processes
 from tests.training.models import FAMILIES, tiny_model
@@ -117,6 +118,27 @@ def train(family, data, folder, sharded, resume=False):
         Path(folder, f"{name}.json").write_text(json.dumps(figures))
 
 
+def load_saved(data, folder):
+    """Loads the saved weights of both families into other models, as a run does with its best one at the end."""
+    tokenizer = AutoTokenizer.from_pretrained(data)
+    create_accelerator()
+    for family in FAMILIES:
+        model = tiny_model(family, tokenizer, num_hidden_layers=2).double()
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        model = shard(model).eval()
+        inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+        with torch.no_grad():
+            before = model(**inputs).prediction_logits  # an evaluation leaves some parameters whole
+        load_weights(model, f"{folder}/{family}-2")
+        expected = AutoModelForPreTraining.from_pretrained(f"{folder}/{family}-2", dtype=torch.float64).eval()
+        with torch.no_grad():
+            after, wanted = model(**inputs).prediction_logits, expected(**inputs).prediction_logits
+        torch.testing.assert_close(after, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        assert not torch.allclose(before, after)
+        weights = {name: full(weight) for name, weight in model.state_dict().items()}
+        assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in weights.items())
+
+
 def train_both(data, folder):
     for family in FAMILIES:
         train(family, data, folder, sharded=True)
@@ -153,6 +175,11 @@ def test_they_go_on_from_what_each_saved(family, runs):
     models = [AutoModelForPreTraining.from_pretrained(runs / f"{family}-2{kind}") for kind in ("", "-resumed")]
     for (name, weight), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(other, weight), name
+
+
+def test_saved_weights_are_loaded_into_a_model_that_is_divided(runs):
+    codes, log = processes.run(load_saved, str(runs), str(runs), folder=runs, num_processes=2)
+    assert codes == [0, 0], log[-3000:]
 
 
 def test_a_model_whose_biases_have_one_name_is_the_same_after_it_was_loaded(tokenizer, tmp_path):

@@ -4,11 +4,14 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_model
+from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
@@ -90,5 +93,21 @@ def load_weights(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     if has_lora(model):
         load_trained(model, folder)
         return
+    if isinstance(model, FSDPModule):
+        _load_divided(model, folder)
+        return
     device = next(model.parameters()).device
     load_model(model, Path(folder, SAFE_WEIGHTS_NAME), device=str(device))
+
+
+def _load_divided(model: PreTrainedModel, folder: str | os.PathLike) -> None:
+    """As [`load_weights`], for a model that FSDP2 has divided; called by all processes."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass, its own parameters are whole
+    state: dict[str, Any] = load_file(Path(folder, SAFE_WEIGHTS_NAME))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    saved = {id(named[name]): state[name] for name in state if name in named}
+    # Of tied weights, only one is saved.
+    state |= {name: saved[id(weight)] for name, weight in named.items() if name not in state and id(weight) in saved}
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
