@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 import run_ner
 import torch
-from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    RobertaTokenizer,
+    pipeline,
+)
 
+from nystrom_models import LinformerConfig
+from nystrom_models.data import train_byte_level_tokenizer
 from tests.training import processes
 
 OPTIONS = "--learning_rate 1e-2 --per_device_train_batch_size 8 --max_train_steps 120 --eval_strategy no".split()
@@ -97,6 +106,28 @@ def test_the_card_and_the_pipeline(trained):
     tag = pipeline("token-classification", model=model, tokenizer=tokenizer, aggregation_strategy="simple")
     found = [(entity["entity_group"], entity["word"]) for entity in tag("the film was good that bad old town")]
     assert found == [("praise", "good"), ("blame", "bad old")]
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, RobertaTokenizer])
+def test_a_byte_level_tokenizer_reads_words_with_the_space_before_them(kind, rows, write_rows, tmp_path):
+    """As in the texts that a pipeline gets."""
+    data = rows(16, length=8)
+    tokenizer = train_byte_level_tokenizer([" ".join(row["tokens"]) for row in data], 400, show_progress=False)
+    if kind is RobertaTokenizer:
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        new = {token: len(tokenizer) + i for i, token in enumerate(("<unk>", "<mask>"))}
+        tokenizer = kind(vocab=model["vocab"] | new, merges=[tuple(pair) for pair in model["merges"]])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    LinformerConfig(max_position_embeddings=128, projected_dim=8, **sizes).save_pretrained(tmp_path / "config")
+    start = ["--config_name", f"{tmp_path}/config", "--tokenizer_name", f"{tmp_path}/tokenizer"]
+    files = ["--train_file", write_rows(data), "--validation_file", write_rows(data[:2])]
+    run_ner.main([*start, *files, "--output_dir", f"{tmp_path}/output", "--per_device_train_batch_size", "8"])
+    saved = AutoTokenizer.from_pretrained(tmp_path / "output")
+    assert type(saved) is type(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    for row in data:
+        words, text = saved(row["tokens"], is_split_into_words=True), saved(" ".join(row["tokens"]))
+        assert words["input_ids"] == text["input_ids"]
 
 
 def test_a_finished_model_scores_its_own_predictions_as_right(trained, tmp_path):

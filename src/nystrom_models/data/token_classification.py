@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
 from .classification import has_lists, require_column, require_full_lists
@@ -27,6 +28,18 @@ class TokenTask:
     label_names: tuple[str, ...] | None = None  # in the order of their ids; None: found in the data
     label_all_tokens: bool = False  # all tokens of a word get its label, not only the first one
     best_metric: str = "f1"
+
+
+def put_spaces_before_words(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes a byte-level tokenizer, such as RoBERTa's, read a list of words as it reads them in a text, where a word
+    begins with the space before it; so does the first word of a text from then on."""
+    if not tokenizer.is_fast or not isinstance(tokenizer.backend_tokenizer.pre_tokenizer, ByteLevel):
+        return
+    for part in (tokenizer.backend_tokenizer.pre_tokenizer, tokenizer.backend_tokenizer.post_processor):
+        if hasattr(part, "add_prefix_space"):
+            part.add_prefix_space = True
+    # Saved, because some classes of Transformers make their parts anew when they are loaded.
+    tokenizer.add_prefix_space = tokenizer.init_kwargs["add_prefix_space"] = True
 
 
 def require_words(dataset: Dataset, column: str, where: str, flag: str | None = None) -> None:

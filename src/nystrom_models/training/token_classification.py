@@ -18,6 +18,7 @@ from ..data.token_classification import (
     IGNORED,
     TokenClassificationCollator,
     TokenTask,
+    put_spaces_before_words,
     require_tags,
     require_words,
     tag_names,
@@ -151,6 +152,8 @@ class TokenClassificationRun(FinetuningRun):
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
         args = self.args
+        if args.do_train:  # a finished model goes on with the tokens that it was trained on
+            put_spaces_before_words(self.tokenizer)
         return token_classification_dataset(
             dataset,
             self.tokenizer,
