@@ -9,7 +9,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nystrom_models.data.question_answering import QuestionTask
+from nystrom_models.data import train_tokenizer
+from nystrom_models.data.question_answering import QuestionTask, question_answering_dataset
 from nystrom_models.training.answer_spans import Answers, best_spans, collect_answers
 from nystrom_models.training.question_answering import QuestionAnsweringArguments, QuestionAnsweringRun
 
@@ -130,6 +131,20 @@ def test_white_space_around_an_answer_is_no_part_of_it():
         ("cat", 2, 5, 3.0),
         ("sat", 6, 9, 0.0),
     ]
+
+
+@pytest.mark.parametrize("text", ["cafe\u0301", "\u05e9\u05dc\u05d5\u05dd\u05b8"])
+def test_an_answer_keeps_the_accents_of_its_last_letter(text):
+    """A tokenizer that drops accents has no token for them."""
+    tokenizer = train_tokenizer(["x cafe \u05e9\u05dc\u05d5\u05dd"] * 9, vocab_size=60, show_progress=False)
+    data = Dataset.from_dict({"question": ["x"], "context": [f"x {text} x"]})
+    rows = question_answering_dataset(data, tokenizer, 16, with_answers=False)
+    last = torch.tensor([rows[0]["context_start"] + len(rows[0]["char_ends"]) - 2])
+    found = {"first": last - len(rows[0]["char_ends"]) + 3, "last": last, "first_logits": last, "last_logits": last}
+    answers = collect_answers(
+        data["context"], rows, {name: [value] for name, value in found.items()} | {"null": [0]}, 1, None
+    )
+    assert answers.texts == [text] and answers.n_best[0][0]["end"] == 2 + len(text)
 
 
 def test_questions_without_ids_are_named_by_their_rows(tmp_path):

@@ -2,6 +2,7 @@
 """From logits for the first and the last token of an answer to its text."""
 
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,9 @@ def collect_answers(
                 continue
             # Tokens of some tokenizers begin with a space, which is no part of an answer, or are one.
             start, end = row["char_starts"][first - begin], row["char_ends"][last - begin]
+            # Accents that follow a letter are in no token of a tokenizer that drops them.
+            while unicodedata.category(contexts[document][end : end + 1] or " ") == "Mn":
+                end += 1
             text = contexts[document][start:end]
             if not text.strip():
                 continue
