@@ -89,6 +89,8 @@ def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer,
     """The task and the batches of --validation_file."""
     if not type(model).__name__.endswith("ForSequenceClassification"):
         raise ValueError(f"--validation_file is for --task text-classification; this is a {type(model).__name__}.")
+    if model.config.problem_type == "multi_label_classification":
+        raise ValueError("--validation_file needs one label for each row, but this model gives several: leave it out.")
     task = TextTask(
         tuple(args.text_column_names or ("text",)), args.label_column_name, regression=model.config.num_labels == 1
     )
@@ -97,6 +99,7 @@ def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer,
     names = model.config.label2id
     # Class names that are digits stand for integer labels; without class names, the labels are the class numbers.
     numbers = {int(name) if all(map(str.isdecimal, names)) else i: i for name, i in names.items()}
+    apart = model.config.dual_encoder
     rows = load_files(args.validation_file, "--validation_file", args.cache_dir)
     if args.max_eval_samples is not None and args.max_eval_samples < len(rows):
         rows = rows.shuffle(seed=0).select(range(args.max_eval_samples))
@@ -108,8 +111,10 @@ def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer,
         task.label_column,
         None if task.regression else names | numbers,
         task.regression,
+        # The tokenizer of a model that was trained on the ends of long texts cuts their beginnings.
+        "tail" if tokenizer.truncation_side == "left" and (apart or len(task.text_columns) == 1) else "head",
         where="the validation set",
-        apart=model.config.dual_encoder,
+        apart=apart,
     )
     return task, list(DataLoader(dataset, args.batch_size, collate_fn=ClassificationCollator(tokenizer)))
 

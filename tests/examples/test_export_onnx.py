@@ -88,6 +88,18 @@ def test_a_classifier_with_two_towers_is_timed_and_evaluated_on_pairs(checkpoint
 
 
 @pytest.mark.slow
+def test_a_classifier_of_ends_is_evaluated_on_ends_and_one_of_several_labels_is_refused(classifier, write_rows):
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    tokenizer = AutoTokenizer.from_pretrained(classifier, truncation_side="left")
+    file = write_rows([{"text": "the film was good " * 9 + "that bad old town", "label": "bad"}])
+    args = export_onnx.ExportArguments(model_name_or_path=classifier, output_dir="none", validation_file=[file])
+    _, [batch] = export_onnx.evaluation_batches(args, model, tokenizer, 6)
+    assert batch["input_ids"].tolist() == tokenizer(["that bad old town"])["input_ids"]
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match="this model gives several: leave it out"):
+        export_onnx.evaluation_batches(args, model, tokenizer, 6)
+
+
 def test_a_model_for_multiple_choice_is_timed(checkpoint, tmp_path):
     torch.manual_seed(0)
     AutoModelForMultipleChoice.from_config(AutoConfig.from_pretrained(checkpoint)).save_pretrained(tmp_path / "model")
