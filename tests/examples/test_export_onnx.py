@@ -87,7 +87,6 @@ def test_a_classifier_with_two_towers_is_timed_and_evaluated_on_pairs(checkpoint
     assert results["ONNX Runtime"]["difference"] < 1e-5
 
 
-@pytest.mark.slow
 def test_a_classifier_of_ends_is_evaluated_on_ends_and_one_of_several_labels_is_refused(classifier, write_rows):
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
     tokenizer = AutoTokenizer.from_pretrained(classifier, truncation_side="left")
@@ -100,6 +99,7 @@ def test_a_classifier_of_ends_is_evaluated_on_ends_and_one_of_several_labels_is_
         export_onnx.evaluation_batches(args, model, tokenizer, 6)
 
 
+@pytest.mark.slow
 def test_a_model_for_multiple_choice_is_timed(checkpoint, tmp_path):
     torch.manual_seed(0)
     AutoModelForMultipleChoice.from_config(AutoConfig.from_pretrained(checkpoint)).save_pretrained(tmp_path / "model")
