@@ -2,9 +2,12 @@
 """The models with the tools of users: Auto classes, pipelines, Trainer, PEFT, TRL, Captum, sentence-transformers,
 graphs."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -256,6 +259,8 @@ def test_supervised_fine_tuning_with_trl(packing, tokenizer, tmp_path):
     """Texts of a row do not see each other: the loss is that of padded rows. The row may be longer than a text may."""
     from trl import SFTConfig, SFTTrainer
 
+    if "torch_compile" in packing and Version(version("trl")) < Version("1.16"):
+        pytest.skip("Older ones, as on Python 3.10, name the texts of a row only by position_ids.")
     tokenizer = causal_tokenizer(tokenizer)
     texts = Dataset.from_dict({"text": [" ".join(WORDS[:length]) for length in range(1, 9)]})
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 20}
