@@ -12,7 +12,7 @@ import nystrom_models
 from tests.models.options import make_model, relative_error
 
 LOAD = """
-import importlib.util, json, sys
+import importlib.util, json, pickle, sys
 import torch, transformers
 assert importlib.util.find_spec("nystrom_models") is None, "the package must not be installed here"
 results = {}
@@ -23,6 +23,7 @@ for folder, auto in json.loads(sys.argv[1]):
     with torch.no_grad():
         torch.save(model(**inputs)[0], folder + "/" + auto + ".pt")
     model.save_pretrained(folder + "/again")
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
     if auto == "AutoModelForCausalLM":
         # By this, Trainer knows that labels are to be shifted before their smoothing.
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

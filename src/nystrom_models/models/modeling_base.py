@@ -101,7 +101,7 @@ class BasePreTrainedModel(PreTrainedModel):
             words = f"{cls.base_model_prefix}.embeddings.word_embeddings.weight"
             cls._tied_weights_keys = {name: source or words for name, source in cls.tied_weights.items()}
         # save_pretrained copies the code of classes with this attribute. A user's subclass must not inherit it,
-        # because its own file would not be copied. The subclass that Transformers derives to generate keeps it.
+        # because its own file would not be copied.
         if not cls.is_of_the_family():
             cls._auto_class = None
         if cls is cls.family():

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.generation import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -156,7 +157,9 @@ class LinearTransformerModel(BaseModel, LinearTransformerPreTrainedModel):
     """Linear transformer, with a pooler over its first token (causal: its last) unless `add_pooling_layer=False`."""
 
 
-class LinearTransformerForCausalLM(BaseForCausalLM, LinearTransformerPreTrainedModel):
+# Names GenerationMixin again: otherwise Transformers derives a class from this one where the file comes from a
+# checkpoint, and a model of that class cannot be pickled.
+class LinearTransformerForCausalLM(BaseForCausalLM, LinearTransformerPreTrainedModel, GenerationMixin):
     """Linear transformer that predicts the next token, and generates with a state of fixed size."""
 
 
