@@ -136,6 +136,27 @@ def test_a_shell_completes_subcommands_and_flags():
     assert done.stdout.split() == ["env"], done.stderr
 
 
+def test_a_shell_completes_files_and_folders(tmp_path, capsys):
+    pytest.importorskip("shtab")
+    assert command.main(["completion", "zsh"]) == 0
+    found = capsys.readouterr().out
+    # SOURCE, OUT and --sample_file of convert; CHECKPOINT, --tokenizer_name, folder and text of inspect; and of export
+    assert found.count(":_files") == 3 + 4 + 3
+    shell = shutil.which("bash")
+    if shell is None:
+        pytest.skip("no bash")
+    assert command.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    (tmp_path / "a-model").mkdir()
+    (tmp_path / "a-text.txt").touch()
+    for words in ("convert a-m", "convert --sample_file a-t", "export a-m", "inspect a-model --text_file a-t"):
+        words = ["nystrom-models", *words.split()]
+        ask = f"\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_nystrom_models; "
+        ask += "echo ${COMPREPLY[@]}"
+        done = subprocess.run([shell, "-c", script + ask], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert done.stdout.split() == ["a-model" if words[-1] == "a-m" else "a-text.txt"], (words, done.stderr)
+
+
 def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert command.main(["completion", "bash"]) == 1

@@ -9,6 +9,9 @@ import argparse
 
 SHELLS = ("bash", "zsh", "tcsh")
 
+# The arguments of all commands that are, or may be, files or folders.
+PATHS = ("source", "out", "checkpoint", "output_dir", "sample_file", "text_file", "tokenizer_name")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="The shell.")
@@ -23,4 +26,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     from .main import make_parser
 
-    print(shtab.complete(make_parser(), arguments.shell))
+    parser = make_parser()
+    (commands,) = (action.choices for action in parser._actions if action.dest == "command")
+    for command in dict(commands or ()).values():
+        for action in command._actions:
+            if action.dest in PATHS:
+                action.complete = shtab.FILE  # without it, zsh completes nothing here
+    print(shtab.complete(parser, arguments.shell))
