@@ -59,7 +59,11 @@ class TokenizerArguments:
         metadata={"help": "Largest number of tokens; wordpiece has more if all characters need more."},
     )
     min_frequency: int = field(
-        default=2, metadata={"help": "Merge two pieces only if they are adjacent at least this often."}
+        default=2,
+        metadata={
+            "help": "Merge two pieces only if they are adjacent at least this often; character keeps only characters "
+            "that occur at least this often."
+        },
     )
     max_length: int = field(default=512, metadata={"help": "Largest number of tokens of a row that the model takes."})
     keep_case: bool = field(
@@ -105,7 +109,10 @@ def main(args: Sequence[str] | None = None) -> PreTrainedTokenizerBase:
         train = train_character_tokenizer if arguments.tokenizer_type == "character" else train_tokenizer
         lowercase = not arguments.keep_case
         tokenizer = train(texts, **sizes, lowercase=lowercase, min_frequency=arguments.min_frequency)
-    check_known_documents(documents, [column], tokenizer, "the documents")
+    options = {}
+    if arguments.tokenizer_type == "character":
+        options["remedy"] = "give a larger --vocab_size, or --min_frequency 1, which keeps characters that occur once"
+    check_known_documents(documents, [column], tokenizer, "the documents", **options)
     tokenizer.save_pretrained(arguments.output_dir)
     print(f"A tokenizer of {len(tokenizer):,} tokens is in {arguments.output_dir}")
     return tokenizer

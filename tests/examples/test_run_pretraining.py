@@ -616,3 +616,15 @@ def test_both_families_are_pretrained(trained):
     classes = {"nystromformer": NystromformerForPreTraining, "linformer": LinformerForPreTraining}
     assert isinstance(AutoModelForPreTraining.from_pretrained(trained[1]), classes[trained[0]])
     assert AutoModelForMaskedLM.from_pretrained(trained[1]).config.sparse_prediction is False
+
+
+def test_characters_that_were_left_out_are_kept_by_the_flags_that_the_error_names(tmp_path):
+    (tmp_path / "corpus.txt").write_text("The Café RAIN falls.\n")
+    options = ["--train_file", str(tmp_path / "corpus.txt"), "--tokenizer_type", "character", "--keep_case"]
+    options += ["--cache_dir", str(tmp_path / "cache"), "--output_dir", str(tmp_path / "tokenizer")]
+    with pytest.raises(ValueError, match=r"replaces 55% .*: give a larger --vocab_size, or --min_frequency 1, which"):
+        train_tokenizer.main(options)
+    with pytest.raises(ValueError, match="min_frequency=9 leaves out all characters: give one of at most 3"):
+        train_tokenizer.main([*options, "--min_frequency", "9"])
+    tokenizer = train_tokenizer.main([*options, "--min_frequency", "1"])
+    assert tokenizer.decode(tokenizer("The Café", add_special_tokens=False)["input_ids"]) == "The Café"

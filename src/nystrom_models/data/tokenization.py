@@ -163,7 +163,8 @@ def train_character_tokenizer(
         A tokenizer that `save_pretrained` writes and `AutoTokenizer.from_pretrained` reads.
 
     Raises:
-        ValueError: if `vocab_size` is too small for the special tokens, or `texts` contains no text.
+        ValueError: if `vocab_size` is too small for the special tokens, `texts` contains no text, or no character
+            occurs often enough.
     """
     _check_vocab_size(vocab_size)
     lower = normalizers.Lowercase()
@@ -172,9 +173,12 @@ def train_character_tokenizer(
     for batch in tqdm(_in_parts(texts), desc="Counting characters", disable=not show_progress):
         for part in batch:
             counts.update(lower.normalize_str(part) if lowercase else part)
+    if not counts:
+        raise ValueError(_NO_TEXT)
     frequent = [character for character, count in counts.items() if count >= min_frequency]
     if not frequent:
-        raise ValueError(_NO_TEXT)
+        most = max(counts.values())
+        raise ValueError(f"min_frequency={min_frequency} leaves out all characters: give one of at most {most}.")
     frequent.sort(key=lambda character: (-counts[character], character))
     vocabulary = [*SPECIAL_TOKENS, *frequent][:vocab_size]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="[UNK]"))

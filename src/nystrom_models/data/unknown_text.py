@@ -16,6 +16,11 @@ from transformers import PreTrainedTokenizerBase
 NUM_DOCUMENTS = 100
 NUM_CHARACTERS = 10_000
 
+REMEDY = (
+    "use a tokenizer for such texts. examples/train_tokenizer.py trains one; with --tokenizer_type character for "
+    "texts without spaces, such as genomes"
+)
+
 # Shares of the characters: from the first on, a warning; above the second, an error.
 SUSPICIOUS_SHARE = 0.05
 LARGEST_SHARE = 0.5
@@ -45,13 +50,14 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str])
     return unknown / max(known + unknown, 1), example
 
 
-def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> None:
+def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str, remedy: str = REMEDY) -> None:
     """Warns if a tokenizer does not know 5 % of the characters of `texts`, or more.
 
     Args:
         tokenizer: the one to be used.
         texts: a sample of the texts.
         where: what the texts are, for the message.
+        remedy: what to do, for the message.
 
     Raises:
         ValueError: if it does not know more than half of them.
@@ -62,8 +68,7 @@ def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where:
     example = example if len(example) <= 30 else f"{example[:30]}…"
     message = (
         f"The tokenizer replaces {share:.0%} of the characters of {where} by {tokenizer.unk_token}, for example "
-        f"{example!r}: use a tokenizer for such texts. examples/train_tokenizer.py trains one; with --tokenizer_type "
-        "character for texts without spaces, such as genomes."
+        f"{example!r}: {remedy}."
     )
     if share > LARGEST_SHARE:
         raise ValueError(message)
@@ -71,7 +76,11 @@ def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where:
 
 
 def check_known_documents(
-    dataset: Dataset | IterableDataset, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: str
+    dataset: Dataset | IterableDataset,
+    columns: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    remedy: str = REMEDY,
 ) -> None:
     """[`check_known`] with up to 100 documents: of a data set from all its parts, of a stream the first ones.
 
@@ -84,4 +93,6 @@ def check_known_documents(
         spread = np.linspace(0, max(len(dataset) - 1, 0), min(len(dataset), NUM_DOCUMENTS))
         sample = dataset.select(spread.astype(int))
     values = (value if isinstance(value, list) else [value] for row in sample for value in row.values())
-    check_known(tokenizer, (" ".join(word for word in words if isinstance(word, str)) for words in values), where)
+    check_known(
+        tokenizer, (" ".join(word for word in words if isinstance(word, str)) for words in values), where, remedy
+    )
