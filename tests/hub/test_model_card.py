@@ -244,4 +244,4 @@ def test_the_template_is_in_the_wheel(tmp_path):
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
-        assert files.read(str(TEMPLATE.relative_to(ROOT / "src"))) == TEMPLATE.read_bytes()
+        assert files.read(str(TEMPLATE.relative_to(TEMPLATE.parents[2]))) == TEMPLATE.read_bytes()
