@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, send_to_device, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -29,9 +29,10 @@ from .checkpoints import (
     supersede_checkpoints,
 )
 from .folder_lock import folder_lock
+from .gradients import add_gradients
 from .identity import EVALUATED_BY, compare, run_settings
 from .memory import return_free_memory
-from .objectives import Batch, Objective
+from .objectives import Objective
 from .optimization import OptimizationArguments, create_optimizer, create_scheduler, set_schedule_step
 from .results import read_json_lines, write_json
 from .saving import save_pretrained
@@ -191,40 +192,12 @@ class TrainingLoop:
         set_schedule_step(self.scheduler, progress["step"])
         for name in ("step", "seconds", "num_tokens", "skipped_steps"):
             setattr(self.state, name, progress[name])
-        self.state.best = Best(**progress["best"])
+        same_rate = math.isclose(rate, self.scheduler.get_last_lr()[0])
         # Older checkpoints do not have these settings.
         changed = [name for name in EVALUATED_BY if progress["settings"].get(name) not in (None, settings.get(name))]
-        if changed and self.state.best.value is not None:
-            self.state.best = Best()
-            self.accelerator.print(
-                f"Since {checkpoint} was saved, {' and '.join(changed)} changed: earlier evaluations are not compared "
-                "with later ones, and the best model is one of the later ones"
-            )
-        kept = None if self.evaluation is None else self.evaluation.best_model
-        if kept is not None and self.state.best.value is not None:
-            if checkpoint.resolve().parent != Path(self.checkpoints.output_dir).resolve():
-                found = kept.adopt(checkpoint.parent, self.state.best)
-                repeated = False
-            else:
-                last = kept.step() or 0
-                found = last == self.state.best.step
-                # Saved after the checkpoint, before the run was killed. Its evaluation comes again, unless the length
-                # of the run, its evaluations or its schedule changed.
-                same = math.isclose(rate, self.scheduler.get_last_lr()[0])
-                repeated = not found and same and last >= self.state.step and self._is_due(last)
-            if repeated:
-                self.state.best = replace(self.state.best, step=None)
-            elif not found:
-                step = self.state.best.step
-                which = "" if step is None else f", that of step {step},"
-                self.accelerator.print(
-                    f"The best model so far{which} is not in {checkpoint.parent}: the best model will be one of the "
-                    "later ones"
-                )
-                self.state.best = Best()
+        self.state.best = self._best_before(checkpoint, Best(**progress["best"]), changed, same_rate)
         # It may have been stopped while the final model was scored.
-        patience = None if self.evaluation is None else self.evaluation.patience
-        self.state.stopped_early = patience is not None and self.state.best.evaluations_since >= patience
+        self.state.stopped_early = self._is_out_of_patience()
         self.position = progress["position"]
         self.num_tokens += progress["num_tokens"] * self.accelerator.is_main_process  # a sum over all processes
         self.window.load(progress["window"])
@@ -234,83 +207,65 @@ class TrainingLoop:
             for path in supersede_checkpoints(self.checkpoints.output_dir, self.state.step):
                 self.accelerator.print(f"A later checkpoint is now {path}")
         self.accelerator.wait_for_everyone()
-        if not math.isclose(rate, self.scheduler.get_last_lr()[0]):
+        if not same_rate:
             self.accelerator.print(f"The learning rate was {rate:g} and is now {self.scheduler.get_last_lr()[0]:g}")
         self.state.history = read_json_lines(checkpoint / HISTORY)
         if self.accelerator.is_main_process:
             write_json(Path(self.checkpoints.output_dir, HISTORY), self.state.history, lines=True)
 
+    def _best_before(self, checkpoint: Path, best: Best, changed: list[str], same_rate: bool) -> Best:
+        """The best evaluation before a checkpoint, if it can be compared with later ones and its model is still there.
+
+        Args:
+            best: as the checkpoint has it.
+            changed: the settings that evaluations depend on, and that changed since it was saved.
+            same_rate: whether the run goes on at its learning rate.
+        """
+        if best.value is None:
+            return best
+        if changed:
+            self.accelerator.print(
+                f"Since {checkpoint} was saved, {' and '.join(changed)} changed: earlier evaluations are not compared "
+                "with later ones, and the best model is one of the later ones"
+            )
+            return Best()
+        kept = None if self.evaluation is None else self.evaluation.best_model
+        if kept is None:
+            return best
+        assert self.checkpoints is not None
+        if checkpoint.resolve().parent != Path(self.checkpoints.output_dir).resolve():
+            if kept.adopt(checkpoint.parent, best):
+                return best
+        else:
+            last = kept.step() or 0
+            if last == best.step:
+                return best
+            # Saved after the checkpoint, before the run was killed. Its evaluation comes again, unless the length of
+            # the run, its evaluations or its schedule changed.
+            if same_rate and last >= self.state.step and self._is_due(last):
+                return replace(best, step=None)
+        which = "" if best.step is None else f", that of step {best.step},"
+        self.accelerator.print(
+            f"The best model so far{which} is not in {checkpoint.parent}: the best model will be one of the later ones"
+        )
+        return Best()
+
+    def _is_out_of_patience(self) -> bool:
+        """Whether the run has had as many evaluations without an improvement as it waits for."""
+        patience = None if self.evaluation is None else self.evaluation.patience
+        return patience is not None and self.state.best.evaluations_since >= patience
+
     def take_step(self, step: Step) -> None:
         """Computes the gradient over all micro-batches of all processes, and updates the weights."""
-        accelerator = self.accelerator
-        objective = self.objective.at_step(self.state.step)
-        names, counts = self._count_targets(objective, step)
-        totals = accelerator.reduce(counts.sum(1), "sum")
-        loss, scores = torch.zeros((), device=accelerator.device), Sums(accelerator)
-        for number, (batch, num_rows) in enumerate(zip(step.batches, step.num_rows, strict=True)):
-            accelerator.sync_gradients = number == len(step.batches) - 1
-            # DDP waits for the gradients of all weights. If there are only some, they are averaged below.
-            averages = accelerator.sync_gradients and not objective.is_partial
-            with nullcontext() if averages else accelerator.no_sync(self.model):
-                batch = send_to_device(batch, accelerator.device, non_blocking=True)
-                shares = {name: (counts[i, number], totals[i]) for i, name in enumerate(names)}
-                loss += self._backward(objective, batch, shares, num_rows > 0, scores)
-        if objective.is_partial:
-            self._average_gradients()
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        loss, scores, num_tokens = add_gradients(
+            self.accelerator, self.model, self.objective.at_step(self.state.step), step
+        )
+        self.num_tokens += num_tokens
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self._update_weights(loss, norm, step.where, scores)
         self.position = step.position
         self.state.step += 1
         self.bar.update()
-
-    def _average_gradients(self) -> None:
-        """Averages the existing gradients over the processes, as DDP does if all weights have one."""
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
-
-    def _count_targets(self, objective: Objective, step: Step) -> tuple[list[str], Tensor]:
-        """The names of the losses, and the number of targets of each in every micro-batch, int64 of shape (losses,
-        micro-batches)."""
-        targets = [objective.num_targets(batch) for batch in step.batches]
-        names, rows = list(targets[0]), torch.tensor(step.num_rows) > 0
-        counts = torch.stack([torch.stack([counts[name] for counts in targets]) * rows for name in names])
-        # A blocking copy would wait until a GPU has finished the step before.
-        return names, counts.to(self.accelerator.device, non_blocking=True)
-
-    def _backward(
-        self,
-        objective: Objective,
-        batch: Batch,
-        shares: Mapping[str, tuple[Tensor, Tensor]],
-        counted: bool,
-        sums: Sums,
-    ) -> Tensor:
-        """Adds the gradient of a micro-batch's share of the step's loss, and adds its scores to `sums`.
-
-        Returns: the share.
-        """
-        outputs = objective.forward(self.model, batch)
-        losses, weighted = objective.losses(outputs), []
-        for name, (count, total) in shares.items():
-            # The mean of a loss without targets is 0 / 0.
-            losses[name] = torch.where(count > 0, losses[name], 0.0)
-            # In float32, or in float64 if the model is in float64.
-            dtype = torch.promote_types(losses[name].dtype, torch.float32)
-            share = count.to(dtype) / total.clamp(min=1)
-            weighted.append(losses[name] * (share * objective.weights.get(name, 1.0)))
-        loss = torch.stack(weighted).sum()
-        # DDP, FSDP and DeepSpeed average gradients over processes.
-        self.accelerator.backward(loss * self.accelerator.num_processes)
-        with torch.no_grad():
-            scores = objective.scores(outputs, batch, with_loss=False)
-            scores |= {name: (losses[name] * count, count) for name, (count, _) in shares.items()}
-            if not counted:
-                scores = {name: (total * 0, count * 0) for name, (total, count) in scores.items()}
-            sums.add(scores)
-            if counted:
-                self.num_tokens += batch["attention_mask"].sum()
-        return loss.detach()
 
     def _update_weights(self, loss: Tensor, norm: Any, where: str, scores: Sums) -> None:
         """Steps the optimizer, and counts the scores, if loss and gradient are finite; always steps the schedule."""
@@ -402,8 +357,7 @@ class TrainingLoop:
             value = evaluation.goal.value(metrics)
             if state.best.update(evaluation.goal, value, state.step, evaluation.threshold) and evaluation.best_model:
                 evaluation.best_model.save(self.model, metric=evaluation.goal.metric, value=value, step=state.step)
-            patience = evaluation.patience
-            state.stopped_early = patience is not None and state.best.evaluations_since >= patience
+            state.stopped_early = self._is_out_of_patience()
             if state.stopped_early:
                 never = state.best.value is None  # such as the correlation with a constant
                 found = "was NaN in every evaluation" if never else f"was best at step {state.best.step}"
