@@ -121,40 +121,44 @@ def test_the_console_script_is_the_same_command():
     assert scripts[0].load() is command.main
 
 
-@pytest.mark.slow
-def test_a_shell_completes_subcommands_and_flags():
-    pytest.importorskip("shtab")
+def completed_by_bash(script, words, folder=None):
+    """What bash offers for the last of the words after the command, in a folder."""
     shell = shutil.which("bash")
     if shell is None:
         pytest.skip("no bash")
+    words = ["nystrom-models", *words.split()]
+    ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_nystrom_models; "
+    ask += "echo ${COMPREPLY[@]}"
+    done = subprocess.run([shell, "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, cwd=folder)
+    assert done.stdout, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+def test_a_shell_completes_subcommands_and_flags():
+    pytest.importorskip("shtab")
     done = run("completion", "bash")
     assert done.returncode == 0, done.stderr
-    script = (
-        f"{done.stdout}\nCOMP_WORDS=(nystrom-models en); COMP_CWORD=1; _shtab_nystrom_models; echo ${{COMPREPLY[@]}}"
-    )
-    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["env"], done.stderr
+    assert completed_by_bash(done.stdout, "en") == ["env"]
 
 
-def test_a_shell_completes_files_and_folders(tmp_path, capsys):
+def test_zsh_completes_files_and_folders(capsys):
     pytest.importorskip("shtab")
     assert command.main(["completion", "zsh"]) == 0
     found = capsys.readouterr().out
     # SOURCE, OUT and --sample_file of convert; CHECKPOINT, --tokenizer_name, folder and text of inspect; and of export
     assert found.count(":_files") == 3 + 4 + 3
-    shell = shutil.which("bash")
-    if shell is None:
-        pytest.skip("no bash")
+
+
+def test_bash_completes_files_and_folders(tmp_path, capsys):
+    pytest.importorskip("shtab")
     assert command.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     (tmp_path / "a-model").mkdir()
     (tmp_path / "a-text.txt").touch()
     for words in ("convert a-m", "convert --sample_file a-t", "export a-m", "inspect a-model --text_file a-t"):
-        words = ["nystrom-models", *words.split()]
-        ask = f"\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_nystrom_models; "
-        ask += "echo ${COMPREPLY[@]}"
-        done = subprocess.run([shell, "-c", script + ask], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-        assert done.stdout.split() == ["a-model" if words[-1] == "a-m" else "a-text.txt"], (words, done.stderr)
+        expected = "a-model" if words.endswith("a-m") else "a-text.txt"
+        assert completed_by_bash(script, words, tmp_path) == [expected], words
 
 
 def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys):

@@ -71,6 +71,8 @@ def inspect_attention(
             raise ValueError(f"{name} must be numbers of at least 1, but is {list(numbers)}.")
     if max_rows < 2:
         raise ValueError(f"max_rows must be at least 2, but is {max_rows}.")
+    if layers is not None and not layers:
+        raise ValueError("layers is empty: give the numbers of attention layers, or None for all.")
     measuring = _Measuring(model, num_landmarks, pinv_iterations, max_rows, layers, token, seed, on_layer)
     skipped: dict[str, str] = {}
     for call in inputs:
@@ -79,8 +81,6 @@ def inspect_attention(
         raise ValueError("inputs is empty: give the arguments of at least one call of the model.")
     if layers is not None and (unknown := sorted(set(layers) - measuring.seen)):
         raise ValueError(f"layers names {unknown}, but the model's attention layers are 0 to {max(measuring.seen)}.")
-    if layers is not None and not layers:
-        raise ValueError("layers is empty: give the numbers of attention layers, or None for all.")
     found = dict(sorted(measuring.layers.items()))
     if not found:
         raise ValueError("inputs have no valid token: give an attention_mask with 1 at the tokens.")
