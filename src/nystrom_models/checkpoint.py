@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the model of a checkpoint to measure or export it, in float32 and never with random weights, and its
-tokenizer."""
+configuration and tokenizer."""
 
 import inspect
 import os
@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
 
@@ -86,6 +86,12 @@ def refuse_adapter(name: str | os.PathLike, **kwargs: Any) -> None:
             "merged model: AutoPeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER), with the "
             "class of its task."
         )
+
+
+def load_config(name: str | os.PathLike, trust_remote_code: bool | None = None, **kwargs: Any) -> PreTrainedConfig:
+    """`AutoConfig.from_pretrained` of a model, after [`refuse_adapter`], whose errors and `kwargs` these are."""
+    refuse_adapter(name, **kwargs)
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
 
 
 def load_tokenizer(name: str | os.PathLike | None, **kwargs: Any) -> PreTrainedTokenizerBase:

@@ -26,11 +26,10 @@ from transformers import (
     pipeline,
 )
 
-from nystrom_models.checkpoint import load_tokenizer
+from nystrom_models.checkpoint import load_config, load_tokenizer
 from nystrom_models.command_line import convert as command
 from nystrom_models.command_line.convert import TABLES, read_texts
 from nystrom_models.command_line.main import main
-from nystrom_models.conversion.reading import read_config
 from nystrom_models.conversion.report import REPORT_NAME, ConversionReport
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.files import FORMATS
@@ -200,10 +199,10 @@ def test_flags_reach_the_conversion(source, tmp_path, monkeypatch, capsys):
 
     def read(name, **files):
         revisions.append(files)
-        return read_config(name)
+        return load_config(name)
 
     monkeypatch.setattr(command, "convert_checkpoint", convert)
-    monkeypatch.setattr(command, "read_config", read)
+    monkeypatch.setattr(command, "load_config", read)
     flags = "--family linear_transformer --head ForMaskedLM --positions interpolate --matching_steps 7 --revision v2"
     file = ["--sample_file", str(source / "text.txt")]
     logger = logging.getLogger("nystrom_models.conversion")

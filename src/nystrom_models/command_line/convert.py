@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from ..checkpoint import load_config
 from ..conversion import Matching, convert_checkpoint, converted_config
 from ..conversion.convert import check_output_dir
 from ..conversion.positions import METHODS
-from ..conversion.reading import read_config
 from ..conversion.sources import HEADS
 from ..models.configuration_linear_transformer import FEATURE_MAPS
 from ..models.configuration_linformer import SHARING_MODES
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
     overrides = {name: given[name] for name in fields if name in given}
     if arguments.max_length is not None:
         overrides["max_position_embeddings"] = arguments.max_length
-    source_config = read_config(arguments.source, **files)
+    source_config = load_config(arguments.source, **files)
     config = converted_config(source_config, arguments.family, **overrides)
     matching = None if arguments.matching_steps is None else Matching(steps=arguments.matching_steps)
     if arguments.text_column_name is not None and arguments.sample_file is None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
+from ..checkpoint import load_config
 from ..models.configuration_base import BaseConfig
 from ..models.embeddings import is_sinusoidal
 from ..registration import FAMILIES
-from .reading import read_config
 from .sources import source_fields, source_kind
 
 # Fields that change the function computed from the source's weights. `type_vocab_size` may grow, and
@@ -68,7 +68,7 @@ def converted_config(
         raise ValueError(
             f"{config_class.__name__} has no field {', '.join(unknown)}: correct the name, or leave it out."
         )
-    source_config = source if isinstance(source, PreTrainedConfig) else read_config(source)
+    source_config = source if isinstance(source, PreTrainedConfig) else load_config(source)
     fields = source_fields(source_config)
     if fields["max_position_embeddings"] is None and known.max_position_embeddings is not None:
         # The source has no limit of length: keep the family's default.

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint import load_tokenizer, save_tokenizer
+from ..checkpoint import load_config, load_tokenizer, save_tokenizer
 from ..complete_folder import PARTIAL, moved_when_complete
 from ..models.configuration_base import BaseConfig
 from .comparison import ROWS, compared_lengths, measure_differences
@@ -26,7 +26,7 @@ from .feature_maps import Matching, start_feature_maps
 from .positions import check_method
 from .principal_directions import start_projections
 from .projections import projection_places
-from .reading import SourceModel, read_config, read_source
+from .reading import SourceModel, read_source
 from .report import ConversionReport
 from .sample import MOST_TOKENS, Sample
 from .sources import check_head, source_head
@@ -121,7 +121,7 @@ def _convert(
 ) -> tuple[PreTrainedModel, ConversionReport]:
     check_method(positions)
     files = {name: kwargs[name] for name in _FILE_ARGUMENTS if name in kwargs}
-    source_config = read_config(model_name_or_path, **files)
+    source_config = load_config(model_name_or_path, **files)
     head = source_head(source_config) if head is None else head
     check_head(head, source_config)
     check_config(config, source_config, head)

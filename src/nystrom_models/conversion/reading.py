@@ -10,12 +10,12 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint import naming_damage, refuse_adapter
+from ..checkpoint import naming_damage
 from .sources import SourceKind, check_head, source_head, source_kind
 
 # Prefixes of the weights of heads for fine-tuning.
@@ -39,19 +39,6 @@ class SourceModel:
     head: str
     weights: dict[str, tuple[Tensor, str]]
     unread: set[str]
-
-
-def read_config(model_name_or_path: str | os.PathLike, **arguments: Any) -> PreTrainedConfig:
-    """The configuration of a checkpoint.
-
-    Args:
-        arguments: of `from_pretrained`, for finding files.
-
-    Raises:
-        ValueError: if it is, or has beside it, an adapter of PEFT.
-    """
-    refuse_adapter(model_name_or_path, **arguments)
-    return AutoConfig.from_pretrained(model_name_or_path, **arguments)
 
 
 def auto_class(head: str) -> Any:

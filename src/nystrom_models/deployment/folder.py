@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
-from ..checkpoint import load_complete, refuse_adapter, save_tokenizer
+from ..checkpoint import load_complete, load_config, save_tokenizer
 from ..complete_folder import moved_when_complete
 from ..models.configuration_base import BaseConfig
 from .onnx import INPUT_NAMES, export_onnx, require_packages
@@ -38,8 +38,7 @@ def load_for_export(name: str | os.PathLike, task: str | None = None) -> PreTrai
     """
     if task is not None and task not in TASKS:
         raise ValueError(f"task (--task) must be one of {', '.join(TASKS)}, but is {task}.")
-    refuse_adapter(name)
-    config = AutoConfig.from_pretrained(name)
+    config = load_config(name)
     if not isinstance(config, BaseConfig):
         raise ValueError(
             f"{name} is a {config.model_type!r}, and only models of this package are exported: convert it, or use "

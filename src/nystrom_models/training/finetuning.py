@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint import load_tokenizer, refuse_adapter
+from ..checkpoint import load_config, load_tokenizer
 from ..data.loading import Collator, RowLoader, eval_dataloader
 from ..models.configuration_base import BaseConfig
 from .arguments import DataArguments, RunArguments
@@ -152,12 +152,10 @@ def in_own_order(config: Any, names: list[str]) -> list[str]:
 def _config_and_tokenizer(args: FinetuningArguments) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Configuration and tokenizer of the pretrained model; or of a new one, for this vocabulary and special tokens."""
     remote = {"trust_remote_code": args.trust_remote_code}
-    if args.model_name_or_path is not None:
-        refuse_adapter(args.model_name_or_path)
     name = args.tokenizer_name or args.model_name_or_path
     tokenizer = load_tokenizer(name, **remote)
     if args.model_name_or_path is not None:
-        config = AutoConfig.from_pretrained(args.model_name_or_path, **remote)
+        config = load_config(args.model_name_or_path, **remote)
         return override(config, args.config_overrides), tokenizer
     names = {"bos_token_id": "cls_token_id", "pad_token_id": "pad_token_id", "eos_token_id": "sep_token_id"}
     ids = {field_name: getattr(tokenizer, token) for field_name, token in names.items()}
@@ -190,6 +188,7 @@ class FinetuningRun(ABC):
             self.check_columns(split, dataset)
         self.config: Any
         self.config, self.tokenizer = _config_and_tokenizer(args)
+        self.prepare_tokenizer()
         self.set_classes(splits)
         longest, known = _longest(self.config, self.tokenizer)
         given = getattr(args, self.length_flag)
@@ -245,6 +244,9 @@ class FinetuningRun(ABC):
     @abstractmethod
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """Raises a ValueError if a split lacks a column or a value."""
+
+    def prepare_tokenizer(self) -> None:  # noqa: B027, not every task changes it
+        """Changes how the tokenizer reads texts. It is saved so, with the model."""
 
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:  # noqa: B027, not every task has classes
         """Finds the classes in the data, or in a finished model, and sets them in the configuration."""

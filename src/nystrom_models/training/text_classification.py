@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
@@ -246,19 +245,6 @@ class TextClassificationRun(FinetuningRun):
     args: TextClassificationArguments
     task: TextTask
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: TextClassificationArguments,
-        task: TextTask,
-        splits: Mapping[str, Dataset],
-    ):
-        super().__init__(accelerator, args, task, splits)
-        side = "left" if args.truncation_strategy == "tail" else "right"
-        if self.tokenizer.truncation_side != side:
-            # Saved with the model, so that a pipeline cuts long texts as in training.
-            self.tokenizer.truncation_side = self.tokenizer.init_kwargs["truncation_side"] = side
-
     def check_columns(self, split: str, dataset: Dataset) -> None:
         """As `FinetuningRun.check_columns`."""
         # The columns of a benchmark have no flags.
@@ -270,6 +256,12 @@ class TextClassificationRun(FinetuningRun):
             require_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split], flag)
         elif self.task.label_column in dataset.column_names:  # hidden labels may be missing
             require_kind_of_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split])
+
+    def prepare_tokenizer(self) -> None:
+        """Lets it cut long texts as in training, for pipelines."""
+        side = "left" if self.args.truncation_strategy == "tail" else "right"
+        if self.tokenizer.truncation_side != side:
+            self.tokenizer.truncation_side = self.tokenizer.init_kwargs["truncation_side"] = side
 
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""

@@ -110,6 +110,11 @@ class TokenClassificationRun(FinetuningRun):
         if not split.startswith("test") or label_column in dataset.column_names:
             require_tags(dataset, text_column, label_column, where, "--label_column_name")
 
+    def prepare_tokenizer(self) -> None:
+        """Lets it read words as in texts; a finished model goes on with the tokens that it was trained on."""
+        if self.args.do_train:
+            put_spaces_before_words(self.tokenizer)
+
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""
         self.labelled = [split for split in splits if self.task.label_column in splits[split].column_names]
@@ -152,8 +157,6 @@ class TokenClassificationRun(FinetuningRun):
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
         args = self.args
-        if args.do_train:  # a finished model goes on with the tokens that it was trained on
-            put_spaces_before_words(self.tokenizer)
         return token_classification_dataset(
             dataset,
             self.tokenizer,
