@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import OneHotEncoder
+from transformers import DistilBertTokenizer
 
 from nystrom_models.data import PretrainingCollator, pretraining_dataset
 from nystrom_models.data.tokenization import train_character_tokenizer
@@ -225,6 +226,13 @@ def test_other_templates_and_padding():
     assert single == "<s> One.</s>"
     assert batch["attention_mask"][1, -1] == 1 and batch["attention_mask"][1, 0] == 0
     assert not batch["token_type_ids"].any()
+
+
+def test_a_tokenizer_that_gives_no_token_types(rows, tokenizer):
+    """DistilBERT's has BERT's types within, but its models, and those that are converted from them, have only one."""
+    other = DistilBertTokenizer(vocab=tokenizer.get_vocab())
+    batch = PretrainingCollator(other)(rows)
+    assert (batch["sentence_order_label"] >= 0).any() and not batch["token_type_ids"].any()
 
 
 def test_padding_is_as_short_as_it_can_be(rows, tokenizer):

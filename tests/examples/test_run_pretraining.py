@@ -527,6 +527,11 @@ def test_a_recipe_gives_flags_and_the_command_line_others(corpus, tmp_path):
         ("--config_overrides hidden_sise=64", ValueError, "--config_overrides .*hidden_sise"),
         ("--config_overrides num_attention_heads=5", ValueError, "num_attention_heads"),
         (
+            "--config_overrides type_vocab_size=1",
+            ValueError,
+            "2 token types, but the model has type_vocab_size=1: give --config_overrides type_vocab_size=2",
+        ),
+        (
             f"--config_name {Path(__file__).parents[2]}/configs/linear_transformer/tiny-512-causal.json",
             ValueError,
             "run_clm.py",

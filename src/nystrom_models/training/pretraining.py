@@ -25,6 +25,7 @@ from ..data.classification import require_column
 from ..data.loading import TrainingLoader, eval_dataloader
 from ..data.masking import PretrainingCollator
 from ..data.pretraining import MIN_ORDERED_SHARE, ordered_share, pretraining_dataset
+from ..data.special_tokens import Template
 from ..data.streams import pretraining_stream
 from ..data.unknown_text import unknown_characters
 from ..models.configuration_base import BaseConfig
@@ -204,6 +205,18 @@ def _check_padding(args: PretrainingArguments, config: BaseConfig) -> None:
         )
 
 
+def _check_types(args: PretrainingArguments, config: BaseConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if the tokenizer gives the segments of a row token types that the model does not have."""
+    needed = Template(tokenizer, 2 if args.sentence_order else 1).num_types
+    if needed > config.type_vocab_size:
+        new = f"--config_overrides type_vocab_size={needed}, or " if args.model_name_or_path is None else ""
+        raise ValueError(
+            f"The tokenizer gives the two segments of a row {needed} token types, but the model has "
+            f"type_vocab_size={config.type_vocab_size}: give {new}--no_sentence_order, or the tokenizer that belongs "
+            "to the model (--tokenizer_name)."
+        )
+
+
 def pretraining_rows(
     args: PretrainingArguments, documents: Dataset, tokenizer: PreTrainedTokenizerBase, what: str
 ) -> Dataset:
@@ -335,6 +348,7 @@ def pretrain(
     with start_run(args) as accelerator:
         args, config, tokenizer = read_model_inputs(args)
         _check_padding(args, config)
+        _check_types(args, config, tokenizer)
         held_out = _held_out_loader(accelerator, args, optimization, documents["validation"], tokenizer)
 
         model = _model(args, config)
