@@ -126,6 +126,9 @@ def test_a_byte_order_mark_and_torn_lines(tmp_path):
     with pytest.warns(UserWarning, match=r"qqp\.tsv: 2 broken lines were left out, the first is line 4"):
         rows = load_glue_files("qqp", [write(tmp_path / "qqp.tsv", torn)])
     assert list(rows["question1"]) == [*FIRST[:2], *FIRST[3:]]
+    # The predictions of all rows that follow would have the numbers of others.
+    with pytest.raises(ValueError, match=r"qqp\.tsv, line 4: 4 fields.* Predictions are numbered by row"):
+        load_glue_files("qqp", [str(tmp_path / "qqp.tsv")], "--test_file")
 
 
 def test_faults_are_named(glue, tmp_path):

@@ -39,8 +39,11 @@ _SPLITS = {
 _AX_FOLDERS, _AX_FILES = ("diagnostic", "ax"), ("diagnostic", "ax", "test")
 
 
-def _read_tsv(path: str, task_name: str) -> Dataset:
-    """One of GLUE's .tsv files: fields between tabs, in which quotes are text."""
+def _read_tsv(path: str, task_name: str, predicted: bool) -> Dataset:
+    """One of GLUE's .tsv files: fields between tabs, in which quotes are text.
+
+    predicted: whether predictions will be numbered by its rows, so that none may be left out.
+    """
     rows = enumerate((line.rstrip("\r\n").split("\t") for line in decoded_lines(path)), start=1)
     header = next(rows, (0, [""]))[1]
     kept, torn = [], []
@@ -49,10 +52,14 @@ def _read_tsv(path: str, task_name: str) -> Dataset:
     for number, row in rows:
         if len(row) == len(header):
             kept.append(row)
-        elif task_name == "qqp" and len(row) < len(header):
+        elif task_name == "qqp" and len(row) < len(header) and not predicted:
             torn.append(number)  # a question that contains a line break
         elif row != [""]:
-            raise ValueError(f"{path}, line {number}: {len(row)} fields, but the columns are {len(header)}, {header}.")
+            why = " Predictions are numbered by row, so that a broken line of a test set is not left out."
+            raise ValueError(
+                f"{path}, line {number}: {len(row)} fields, but the columns are {len(header)}, {header}."
+                f"{why if predicted else ''}"
+            )
     if torn:
         warnings.warn(f"{path}: {len(torn)} broken lines were left out, the first is line {torn[0]}.", stacklevel=2)
     if not kept:
@@ -89,7 +96,8 @@ def load_glue_files(
     Args:
         task_name: one of [`GLUE_TASKS`].
         paths: GLUE's own `.tsv` files (quotes are text, CoLA's have no header, and broken lines of QQP are left out
-            with a warning), or files that [`load_files`] reads, with GLUE's column names or those of [`GLUE_TASKS`].
+            with a warning, but refused in a test set), or files that [`load_files`] reads, with GLUE's column names or
+            those of [`GLUE_TASKS`].
         flag, cache_dir: see [`load_files`].
 
     Raises:
@@ -100,7 +108,7 @@ def load_glue_files(
         if not os.path.isfile(name):
             raise FileNotFoundError(f"{flag} {name} is not a file.")
     if all(file_ending(name) == ".tsv" for name in names):
-        dataset = concatenate_datasets([_read_tsv(name, task_name) for name in names])
+        dataset = concatenate_datasets([_read_tsv(name, task_name, flag.startswith("--test")) for name in names])
     else:
         dataset = load_files(names, flag, cache_dir)
     known = _COLUMNS.get(task_name, {})
