@@ -256,6 +256,20 @@ def test_gradient_of_a_gradient_for_one_input():
     assert torch.autograd.grad(gradient.square().sum(), value)[0].any()
 
 
+def test_gradients_of_an_input_from_which_another_is_computed():
+    """As the values of a Nyströmformer's landmarks are, in part, from their keys."""
+    query, key, _, mask = inputs(2, 2, 30, 20)
+
+    def total(key):
+        return draw(query, key, key.square(), mask).square().sum()
+
+    (expected,) = torch.autograd.grad(total(key * 1), key)
+    (found,) = torch.autograd.grad(total(key * 1), key, create_graph=True)
+    assert relative_error(found, expected) < 2e-15  # 5e-16
+    found = torch.func.grad(lambda key: total(key * 1))(key.detach())
+    assert relative_error(found, expected) < 2e-15
+
+
 @pytest.mark.parametrize("dropout", [-0.1, 1.5])
 def test_no_probability(dropout):
     with pytest.raises(ValueError, match="must lie between 0 and 1: correct attention_probs_dropout_prob"):

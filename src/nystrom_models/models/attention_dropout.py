@@ -58,7 +58,9 @@ class _AttentionWithDropout(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # create_graph=True: the gradient is differentiated in turn.
+            # create_graph=True, or torch.func.grad: the gradient is differentiated in turn. By views: one input may be
+            # computed from another, as a landmark's values are from its key, and that path is not of this function.
+            query, key, value = (states.view_as(states) for states in (query, key, value))
             wanted = [states for states in (query, key, value) if states.requires_grad]
             context = _attend(query, key, value, mask, *ctx.drawing)
             found = iter(torch.autograd.grad(context, wanted, gradient, create_graph=True))
