@@ -296,6 +296,15 @@ def test_a_skip_of_one_number_for_several_places_is_not_written_over():
     assert relative_error(found, torch.stack(expected)) < 1e-13
 
 
+@torch.no_grad()
+def test_a_skip_that_is_the_values_is_not_written_over():
+    """Later queries, here those beyond the first block, would read the results of earlier ones."""
+    query, key, value = torch.randn(3, 1, 2, 1500, 4, dtype=torch.float64)
+    expected = attend(query, key, value) + value
+    assert torch.equal(attend(query, key, value, skip=value), expected)
+    assert torch.equal(torch.func.functionalize(lambda value: attend(query, key, value, skip=value))(value), expected)
+
+
 def test_attend_adds_the_skip():
     query, key, value, mask = inputs(2, 2, 30, 20)
     skip = torch.randn(2, 2, 30, 3, dtype=torch.float64)

@@ -62,11 +62,14 @@ def attend(
 
 
 def _may_be_overwritten(skip: Tensor, *others: Tensor | None) -> bool:
-    """Whether a skip may take the result: on a CPU without gradients, if no number of it stands for several."""
+    """Whether a skip may take the result: on a CPU without gradients, if no number of it stands for several, and it
+    shares no memory with the others, which are read while it is written."""
     if skip.device.type != "cpu" or torch.is_grad_enabled():
         return False
     known = all(can_read_values(tensor) for tensor in (skip, *others) if tensor is not None)
-    return known and 0 not in skip.stride()
+    if not known or 0 in skip.stride():
+        return False
+    return not any(torch._C._is_alias_of(skip, tensor) for tensor in others if tensor is not None)  # type: ignore[attr-defined]
 
 
 def _is_plain(*tensors: Tensor) -> bool:
