@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.func.vmap`: results and gradients of each row by itself, as differential privacy needs them."""
+"""`torch.func.vmap`: results and gradients of each row by itself, as differential privacy needs them; and the vmap of
+`torch.autograd`."""
 
 import pytest
 import torch
+from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, vmap
 
 from tests.models.options import OPTIONS, TOLERANCE, language_model, make_model, relative_error
@@ -74,3 +76,19 @@ def test_models_that_differ_in_some_weights(option, part):
     for i in range(2):
         expected = states({name: weight[i] for name, weight in several.items()})
         assert relative_error(found[i], expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linformer-headwise", "linear-relu", "linear-causal"])
+def test_vectorized_jacobians(option):
+    """`torch.autograd` computes them under an older vmap, which has fewer operators."""
+    model = make_model(option)
+    model.set_attn_implementation("eager")  # PyTorch's own attention has no derivatives forwards
+    embeddings = torch.randn(1, 40, model.config.embedding_width)
+
+    def state(embeddings):
+        return model(inputs_embeds=embeddings).last_hidden_state[0, -1, :5]
+
+    expected = jacobian(state, embeddings)
+    for strategy in ("reverse-mode", "forward-mode"):
+        found = jacobian(state, embeddings, vectorize=True, strategy=strategy)
+        assert relative_error(found, expected) < TOLERANCE[torch.float32]

@@ -297,10 +297,12 @@ def _product_by_chunks(
     scores = left @ right.transpose(-2, -1)  # (B, H, N / C, C, C)
     scores = scores.triu() if backwards else scores.tril()
     out = scores @ values + left @ (states.flip(2) if backwards else states)
-    out = out.flatten(2, 3)
+    # By operators that the vmap of `torch.autograd.grad(is_grads_batched=True)` has, too: neither flatten nor a slice
+    # of all tokens.
+    out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3], out.shape[4])
     if is_tracing(out):  # a slice would be a condition on the length in the graph
         return out.index_select(2, torch.arange(length, device=out.device)), final
-    return out[:, :, :length], final
+    return out.narrow(2, 0, length), final
 
 
 def _in_chunks(states: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -156,7 +156,8 @@ def _correlate(gradient: Tensor, value: Tensor, taps: int) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         products = multiply(gradient, value, size, reach)
     # Padding the rows by one shifts each row against the one before it, so that each diagonal becomes a column.
-    skewed = F.pad(F.pad(products, (0, 1)).flatten(1), (0, size)).unflatten(1, (size, size + taps + 1))
+    heads = len(products)
+    skewed = F.pad(F.pad(products, (0, 1)).reshape(heads, -1), (0, size)).view(heads, size, size + taps + 1)
     return skewed[..., :taps].sum(dim=1)[:, None, :, None]
 
 
@@ -175,7 +176,9 @@ def _multiply_in_place(gradient: Tensor, value: Tensor, size: int, reach: int) -
 
 def _multiply_in_graph(gradient: Tensor, value: Tensor, size: int, reach: int) -> Tensor:
     """The same for graphs: copies instead of a loop over the length."""
-    beyond = -value.shape[2] % size
-    blocks = F.pad(gradient.float(), (0, 0, 0, beyond)).unflatten(2, (-1, size))
+    # By operators that the vmap of `torch.autograd.grad(is_grads_batched=True)` has, too: not unflatten or einsum.
+    heads, beyond = value.shape[1], -value.shape[2] % size
+    blocks = F.pad(gradient.float(), (0, 0, 0, beyond)).unfold(2, size, size)  # (B, H, N / S, D, S)
     windows = F.pad(value.float(), (0, 0, reach, reach + beyond)).unfold(2, size + 2 * reach, size)
-    return torch.einsum("bhnsd,bhndw->hsw", blocks, windows)
+    blocks = blocks.permute(1, 4, 0, 2, 3).reshape(heads, size, -1)
+    return blocks @ windows.permute(1, 0, 2, 3, 4).reshape(heads, -1, size + 2 * reach)

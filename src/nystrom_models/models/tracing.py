@@ -6,6 +6,9 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from transformers.utils.import_utils import is_tracing
 
+# It has wrapped tensors of its own, which `torch.func` does not know.
+_OLDER_VMAP = torch._C._dispatch_key_parse("Batched")
+
 
 def can_read_values(tensor: Tensor) -> bool:
     """Whether Python may read the values of this tensor: not while a graph is recorded, not for tensors without values
@@ -32,8 +35,11 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for several, under `torch.func.vmap`."""
+    """Whether a tensor stands for several, under `torch.func.vmap`, or under the older one of
+    `torch.autograd.grad(is_grads_batched=True)` and `torch.autograd.functional.jacobian(vectorize=True)`."""
     functorch = torch._C._functorch
+    if torch._C._dispatch_keys(tensor).has(_OLDER_VMAP):
+        return True
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
             return True
