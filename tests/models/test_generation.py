@@ -605,3 +605,21 @@ def test_new_tokens_are_classified_with_a_mask_of_all_columns(pooling):
         model(ids[:, :10], mask[:, :10], **{CACHE: cache})
         logits.append(model(ids[:, 10:], columns, **{CACHE: cache}).logits)
     assert torch.equal(*logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", ["ForTokenClassification", "ForQuestionAnswering"])
+def test_losses_of_new_tokens_with_a_mask_of_all_columns(head):
+    model = make_model("linear-causal", head)
+    ids, mask = torch.randint(3, 99, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 15:] = 0
+    places = torch.tensor([7, 2])
+    targets = {"start_positions": places, "end_positions": places}
+    if head == "ForTokenClassification":
+        targets = {"labels": torch.randint(0, 2, (2, LENGTH - 10))}
+    losses = []
+    for columns in (mask, mask[:, 10:]):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :10], mask[:, :10], **{CACHE: cache})
+        losses.append(model(ids[:, 10:], columns, **targets, **{CACHE: cache}).loss)
+    assert torch.equal(*losses)

@@ -33,6 +33,7 @@ from .losses import (
     cross_entropy,
     ignore_padding,
     int64_labels,
+    last_columns,
     squared_error,
 )
 from .modeling_base import BasePreTrainedModel
@@ -274,6 +275,7 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         attention_mask: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
+        attention_mask = last_columns(attention_mask, logits.shape[1])
         if attention_mask is not None:
             # Padding cannot be the answer: the loss must not depend on the amount of padding.
             logits = logits.masked_fill(attention_mask.to(logits.device) == 0, torch.finfo(logits.dtype).min)
