@@ -101,7 +101,7 @@ def make_loader(run, data, tokenizer):
 
 
 def main(run, data, folder, stop="", resume=None):
-    """Trains, and saves the history and the final model in `folder`."""
+    """Trains, and saves the history and the final model in `folder`; returns the accelerator and the final state."""
     tokenizer = AutoTokenizer.from_pretrained(data)
     accelerator = create_accelerator()
     model = tiny_model(
@@ -122,3 +122,4 @@ def main(run, data, folder, stop="", resume=None):
         result = {"history": state.history, "interrupted": state.interrupted, "step": state.step}
         Path(folder, "result.json").write_text(json.dumps(result))
     assert torch.initial_seed() == accelerator.process_index  # dropout differs between processes
+    return accelerator, state

@@ -182,6 +182,17 @@ def test_saved_weights_are_loaded_into_a_model_that_is_divided(runs):
     assert codes == [0, 0], log[-3000:]
 
 
+def test_saved_weights_are_loaded_into_parameters_that_share_memory(tokenizer, tmp_path):
+    """As those of DeepSpeed's ZeRO, stage 2, which are parts of one buffer."""
+    saved, model = (tiny_model("nystromformer", tokenizer) for _ in range(2))
+    saved.save_pretrained(tmp_path)
+    buffer = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(buffer, model.parameters())
+    load_weights(model, tmp_path)
+    assert all(torch.equal(weight, saved.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert torch.equal(buffer, torch.nn.utils.parameters_to_vector(saved.parameters()))
+
+
 def test_a_model_whose_biases_have_one_name_is_the_same_after_it_was_loaded(tokenizer, tmp_path):
     """Also a BERT, and in Transformers' own classes."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models as folders that `from_pretrained` loads."""
 
+import importlib
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -93,21 +94,35 @@ def load_weights(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     if has_lora(model):
         load_trained(model, folder)
         return
+    state = _saved_weights(model, folder)
     if isinstance(model, FSDPModule):
-        _load_divided(model, folder)
-        return
-    device = next(model.parameters()).device
-    load_model(model, Path(folder, SAFE_WEIGHTS_NAME), device=str(device))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass, its own parameters are whole
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    elif any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        _load_into_zero_3(model, state)
+    else:  # not by safetensors' `load_model`, which refuses weights that share memory, as with ZeRO's stage 2
+        model.load_state_dict(state)
 
 
-def _load_divided(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """As [`load_weights`], for a model that FSDP2 has divided; called by all processes."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass, its own parameters are whole
+def _load_into_zero_3(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
+    """Loads weights into a model that ZeRO's stage 3 has divided; called by all processes."""
+    deepspeed: Any = importlib.import_module("deepspeed")
+    for name, parameter in model.named_parameters():
+        if name not in state:
+            raise RuntimeError(f"There is no weight {name} to load.")
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if parameter.shape != state[name].shape:
+                raise RuntimeError(f"{name} is of shape {tuple(parameter.shape)}, not {tuple(state[name].shape)}.")
+            parameter.copy_(state[name])
+
+
+def _saved_weights(model: PreTrainedModel, folder: str | os.PathLike) -> dict[str, Any]:
+    """The saved weights under all names that they have in a model: of tied weights, only one is saved."""
     state: dict[str, Any] = load_file(Path(folder, SAFE_WEIGHTS_NAME))
     named = dict(model.named_parameters(remove_duplicate=False))
     saved = {id(named[name]): state[name] for name in state if name in named}
-    # Of tied weights, only one is saved.
-    state |= {name: saved[id(weight)] for name, weight in named.items() if name not in state and id(weight) in saved}
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    return state | {
+        name: saved[id(weight)] for name, weight in named.items() if name not in state and id(weight) in saved
+    }
