@@ -320,6 +320,29 @@ def test_sentence_transformers(folder, tmp_path):
     assert relative_error(again.encode(texts, convert_to_tensor=True), together) < 1e-6
 
 
+def test_sentence_transformers_of_texts_without_a_limit(tokenizer, tmp_path):
+    """It takes the smaller of the tokenizer's limit and the model's, which must be a number. Given as the
+    documentation says, this is saved."""
+    from sentence_transformers import SentenceTransformer
+
+    fields = {"position_embedding_type": "sinusoidal", "max_position_embeddings": None, "pad_token_id": 0}
+    source = make_model("linear-elu", vocab_size=len(tokenizer), **fields)
+    source.save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    limit = {"max_position_embeddings": 64}
+    model = SentenceTransformer(str(tmp_path / "source"), device="cpu", config_kwargs=limit)
+    texts = [sentence(3), sentence(100)]
+    embeddings = model.encode(texts, convert_to_tensor=True)
+    inputs = tokenizer(sentence(3), return_tensors="pt", return_token_type_ids=False)
+    expected = source.eval()(**inputs).last_hidden_state.mean(dim=1)
+    assert relative_error(embeddings[:1], expected) < 1e-5
+    assert model.max_seq_length == 64
+    model.save(str(tmp_path / "sentences"))
+    again = SentenceTransformer(str(tmp_path / "sentences"), device="cpu")
+    assert again.max_seq_length == 64
+    assert torch.equal(again.encode(texts, convert_to_tensor=True), embeddings)
+
+
 @pytest.mark.parametrize("option", FAMILIES)
 def test_resized_and_tied_embeddings(option, tmp_path):
     model = make_model(option, "ForMaskedLM")
