@@ -226,6 +226,7 @@ def test_text_is_read_as_bytes(reviews, cache, tmp_path):
     results = run(tmp_path / "output", cache, *options, *files)
     assert results["test"].keys() == {"loss", "accuracy", "macro_f1"}
     classify = pipeline("text-classification", model=str(tmp_path / "output"))
+    assert len(classify.tokenizer("a [PAD]")["input_ids"]) == 7  # the bytes of a text, not a special token
     ids = classify.tokenizer("Caf\u00e9")["input_ids"]
     assert len(ids) == 5 and classify.tokenizer.decode(ids) == "Caf\u00e9" and classify.model.config.vocab_size == 259
     assert classify("x" * 10)[0]["label"] in ("neg", "pos")

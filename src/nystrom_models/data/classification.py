@@ -35,6 +35,7 @@ class TextTask:
     prediction_names: tuple[str, ...] | None = None  # names of the classes in prediction files; None: label_names
     prediction_files: Mapping[str, str] = field(default_factory=dict)  # by split
     example: str | None = None  # a text, for model cards
+    split_special_tokens: bool = False  # in a text, "[MASK]" is these six characters, not a special token
 
 
 def require_column(dataset: Dataset, column: str, where: str, values: bool = True, flag: str | None = None) -> None:

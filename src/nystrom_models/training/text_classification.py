@@ -258,10 +258,12 @@ class TextClassificationRun(FinetuningRun):
             require_kind_of_labels(dataset, self.task.label_column, self.task.multi_label, self.where[split])
 
     def prepare_tokenizer(self) -> None:
-        """Lets it cut long texts as in training, for pipelines."""
+        """Lets it read and cut texts as in training, for pipelines."""
         side = "left" if self.args.truncation_strategy == "tail" else "right"
         if self.tokenizer.truncation_side != side:
             self.tokenizer.truncation_side = self.tokenizer.init_kwargs["truncation_side"] = side
+        if self.task.split_special_tokens:
+            self.tokenizer.split_special_tokens = self.tokenizer.init_kwargs["split_special_tokens"] = True
 
     def set_classes(self, splits: Mapping[str, Dataset]) -> None:
         """As `FinetuningRun.set_classes`."""

@@ -28,7 +28,8 @@ class ArenaTask:
 def _text_task(
     label_names: tuple[str, ...], columns: tuple[str, ...] = ("text",), example: str | None = None
 ) -> TextTask:
-    return TextTask(columns, label_names=label_names, example=example)
+    # The inputs are data, in which every byte counts.
+    return TextTask(columns, label_names=label_names, example=example, split_special_tokens=True)
 
 
 def _pixel_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
