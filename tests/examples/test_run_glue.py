@@ -182,6 +182,7 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ("--task_name mrpc --data_dir {folder} --train_file {train}", "or --data_dir"),
         ("--data_dir {folder}", "--task_name, too"),
         ("--task_name mrpc --start_from_mnli", "--task_name all"),
+        ("--task_name all --start_from_mnli --grid model_name_or_path=a,b", "start from the model of MNLI"),
         ("--task_name all --no_do_train", "leave out --push_to_hub and --no_do_train"),
         ("--no_do_train", "--validation_file or --test_file"),
         ("--no_do_train --push_to_hub --validation_file {train}", "uploads the model that a run trains"),
