@@ -230,6 +230,10 @@ def test_text_is_read_as_bytes(reviews, cache, tmp_path):
     ids = classify.tokenizer("Caf\u00e9")["input_ids"]
     assert len(ids) == 5 and classify.tokenizer.decode(ids) == "Caf\u00e9" and classify.model.config.vocab_size == 259
     assert classify("x" * 10)[0]["label"] in ("neg", "pos")
+    unlabelled = tmp_path / "unlabelled.jsonl"
+    unlabelled.write_text('{"text": "Caf\\u00e9"}\n')
+    with pytest.raises(ValueError, match=r"The test set of IMDB has no column 'label'; its columns are \['text'\]"):
+        run(tmp_path / "other", cache, *options, *files[:2], "--test_file", str(unlabelled))
     with pytest.raises(
         ValueError, match=r"The train set of IMDB has 30 rows, as many of each class, but these are 40"
     ):

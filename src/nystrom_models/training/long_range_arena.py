@@ -14,6 +14,7 @@ from accelerate import PartialState
 from datasets import Dataset, concatenate_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..data.classification import require_column
 from ..data.lra import ARENA_TASKS, expression, generate, load_aan, load_cifar, picture_text, require_counts
 from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
@@ -243,6 +244,7 @@ def _load_reviews(args: ArenaArguments) -> dict[str, Dataset]:
         splits = {split: found[split] for split in ("train", "test")}
     for split in ("train", "test"):
         if split in splits and (split == "test" or "validation" not in splits):
+            require_column(splits[split], "label", f"the {split} set of IMDB", values=False)
             require_counts(splits[split], "label", IMDB_ROWS, f"the {split} set of IMDB", IMDB_WHERE)
     if "validation" not in splits and "train" in splits:
         held_out = len(splits["train"]) * IMDB_VALIDATION_ROWS // IMDB_ROWS
