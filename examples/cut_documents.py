@@ -95,7 +95,8 @@ def write_lines(rows: Dataset, path: str) -> None:
 def whole_labels(documents: Dataset, label: str) -> Dataset:
     """The numbers of classes as integers: a missing one makes a column of a table floating-point."""
     given = [value for value in documents[label] if value is not None]
-    if documents.features[label].dtype.startswith("float") and all(value.is_integer() for value in given):
+    kind = getattr(documents.features[label], "dtype", "lists")  # of several labels
+    if kind.startswith("float") and all(value.is_integer() for value in given):
         return documents.cast_column(label, Value("int64"))
     return documents
 

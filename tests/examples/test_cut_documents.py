@@ -129,3 +129,10 @@ def test_classes_of_a_table_with_a_missing_one_stay_numbers(tmp_path):
     cut_documents.main([*flags, "--cache_dir", str(tmp_path), "--output_file", str(tmp_path / "pieces.jsonl")])
     assert [json.loads(line)["label"] for line in (tmp_path / "pieces.jsonl").open()] == [1, 0]
     assert '"label": 1,' in (tmp_path / "pieces.jsonl").read_text()
+
+
+def test_documents_with_several_labels(write_rows, tmp_path):
+    rows = [{"text": "a b c", "label": ["x", "y"]}, {"text": "d e", "label": []}, {"text": "f", "label": None}]
+    options = ["--input_file", write_rows(rows), "--num_words", "2", "--label_column_name", "label"]
+    found = cut_documents.main([*options, "--output_file", str(tmp_path / "pieces.jsonl")])
+    assert found["text"][:] == ["a b", "d e"] and found["label"][:] == [["x", "y"], []]
