@@ -23,7 +23,10 @@ def read_history(output_dir: str | os.PathLike) -> list[dict[str, float]]:
     """The logged figures of a run, from its `--output_dir`."""
     path = Path(output_dir, "history.jsonl")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {output_dir} is not the --output_dir of a run.")
+        raise FileNotFoundError(
+            f"{path} is missing: {output_dir} is not the --output_dir of a run that trained. Of a grid, give "
+            "the folder of one run."
+        )
     return read_json_lines(path)
 
 
