@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,22 @@ def test_processes_share_the_cpu_without_further_settings(launch, tmp_path):
     assert codes == [0, 0], log[-3000:]
     for rank in (0, 1):
         assert json.loads((tmp_path / f"found{rank}.json").read_text()) == [2, rank, "cpu", 3.0]
+
+
+def wait_for_the_main_process(folder):
+    """With PyTorch's default of 1 second instead of 10 or 30 minutes."""
+    torch.distributed.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=1)
+    accelerator = create_accelerator()
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            time.sleep(4)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_processes_wait_while_the_main_one_prepares_the_data(tmp_path):
+    """A corpus may take hours."""
+    codes, log = processes.run(wait_for_the_main_process, str(tmp_path), folder=tmp_path, num_processes=2)
+    assert codes == [0, 0], log[-3000:]
 
 
 def sharded(folder):

@@ -4,12 +4,13 @@
 import os
 import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
 from .processor import has_fast_bfloat16
 
@@ -19,6 +20,10 @@ _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD
 # The variables for the number of processes of torchrun and `accelerate launch`, MPICH and Intel MPI, Open MPI, MVAPICH
 # and srun.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# How long processes wait for one another. PyTorch's defaults, 10 minutes on GPUs and 30 on CPUs, are for one step: the
+# others also wait while the main process tokenizes a corpus, generates a task or uploads a model.
+PATIENCE = timedelta(days=1)
 
 
 def launched_processes(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
@@ -48,6 +53,8 @@ _SHARDING = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_
 def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Accelerator:
     """An `Accelerator` for [`train`], over all processes that were launched; `options` are passed to it.
 
+    The processes wait for one another for a day, unless `kwargs_handlers` has an `InitProcessGroupKwargs`.
+
     On machines without a GPU, several processes work together on the CPU, by gloo or MPI. Without this, Accelerate
     would let each of them train alone.
 
@@ -66,7 +73,11 @@ def create_accelerator(mixed_precision: str | None = None, cpu: bool = False, **
         cpu = True
         if any(os.environ.get(name) == str(size) for name in _LOCAL_SIZES):
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    handlers = list(options.pop("kwargs_handlers", None) or ())
+    if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
+        handlers.append(InitProcessGroupKwargs(timeout=PATIENCE))
     accelerator = Accelerator(
+        kwargs_handlers=handlers,
         # The loop counts micro-batches itself: a step may have any number of them.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         mixed_precision=mixed_precision,
