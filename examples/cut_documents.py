@@ -95,8 +95,9 @@ def write_lines(rows: Dataset, path: str) -> None:
 def whole_labels(documents: Dataset, label: str) -> Dataset:
     """The numbers of classes as integers: a missing one makes a column of a table floating-point."""
     given = [value for value in documents[label] if value is not None]
-    kind = getattr(documents.features[label], "dtype", "lists")  # of several labels
-    if kind.startswith("float") and all(value.is_integer() for value in given):
+    feature = documents.features[label]  # lists, of several labels, are no Value
+    is_float = isinstance(feature, Value) and feature.dtype.startswith("float")
+    if is_float and all(value.is_integer() for value in given):
         return documents.cast_column(label, Value("int64"))
     return documents
 

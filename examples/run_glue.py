@@ -95,9 +95,10 @@ class GlueArguments(TextClassificationArguments):
             raise ValueError("--task_name all trains many models: leave out --push_to_hub and --no_do_train.")
         if self.start_from_mnli and self.task_name != "all":
             raise ValueError("--start_from_mnli is for --task_name all.")
-        for item in self.grid or () if self.start_from_mnli else ():
+        for item in self.grid or ():
+            name = item.partition("=")[0]
             # The values of a grid would replace the model of MNLI.
-            if (name := item.partition("=")[0]) in ("model_name_or_path", "config_name", "tokenizer_name"):
+            if self.start_from_mnli and name in ("model_name_or_path", "config_name", "tokenizer_name"):
                 raise ValueError(
                     f"--grid {item!r}: with --start_from_mnli, RTE, MRPC and STS-B start from the model of MNLI. "
                     f"Leave out --start_from_mnli, or give one --{name} outside of --grid."

@@ -56,10 +56,8 @@ def _read_tsv(path: str, task_name: str, predicted: bool) -> Dataset:
             torn.append(number)  # a question that contains a line break
         elif row != [""]:
             why = " Predictions are numbered by row, so that a broken line of a test set is not left out."
-            raise ValueError(
-                f"{path}, line {number}: {len(row)} fields, but the columns are {len(header)}, {header}."
-                f"{why if predicted else ''}"
-            )
+            fault = f"{path}, line {number}: {len(row)} fields, but the columns are {len(header)}, {header}."
+            raise ValueError(fault + why if predicted else fault)
     if torn:
         warnings.warn(f"{path}: {len(torn)} broken lines were left out, the first is line {torn[0]}.", stacklevel=2)
     if not kept:

@@ -17,13 +17,11 @@ IGNORED = -100
 
 def ignore_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: int = IGNORED) -> Tensor:
     """The labels (B, N) of tokens in int64, with `ignore_index` at padding."""
-    labels, attention_mask = int64_labels(labels), last_columns(attention_mask, labels.shape[-1])
-    return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, ignore_index)
-
-
-def last_columns(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """The columns (B, length) of the labels' tokens, of a mask that may begin with those of tokens in a cache."""
-    return None if attention_mask is None else attention_mask[:, -length:]
+    labels = int64_labels(labels)
+    if attention_mask is None:
+        return labels
+    # A mask may begin with the columns of tokens in a cache.
+    return labels.masked_fill(attention_mask[:, -labels.shape[1] :] == 0, ignore_index)
 
 
 def int64_labels(labels: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ from .losses import (
     cross_entropy,
     ignore_padding,
     int64_labels,
-    last_columns,
     squared_error,
 )
 from .modeling_base import BasePreTrainedModel
@@ -275,10 +274,10 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         attention_mask: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
-        attention_mask = last_columns(attention_mask, logits.shape[1])
         if attention_mask is not None:
             # Padding cannot be the answer: the loss must not depend on the amount of padding.
-            logits = logits.masked_fill(attention_mask.to(logits.device) == 0, torch.finfo(logits.dtype).min)
+            mask = attention_mask[:, -logits.shape[1] :].to(logits.device)
+            logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
         positions = int64_labels(positions).flatten()
         outside = (positions < 0) | (positions >= logits.shape[1])
         if attention_mask is not None and logits.shape[1] > 0:
