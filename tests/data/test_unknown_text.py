@@ -15,6 +15,7 @@ from nystrom_models.data import (
     question_answering_dataset,
     token_classification_dataset,
     train_byte_level_tokenizer,
+    train_character_tokenizer,
 )
 from nystrom_models.data.unknown_text import check_known, check_known_documents, unknown_characters
 
@@ -29,6 +30,19 @@ def test_the_share_of_characters(tokenizer):
     assert unknown_characters(tokenizer, []) == (0.0, "")
     # Only the beginning of a text is read.
     assert unknown_characters(tokenizer, ["mean " * 2000 + GENOME]) == (0.0, "")
+
+
+def test_spaces_between_words_of_a_list_are_no_text(tokenizer):
+    """The bases of a gene as words, for a tokenizer of bases: 3 of 103 characters are unknown, and no space is."""
+    bases = train_character_tokenizer(["ACGT"] * 2, 30, show_progress=False)
+    rows = Dataset.from_dict({"tokens": [[*"ACGT" * 25, *"RYK"], []]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_known_documents(rows, ["tokens"], bases, "the texts")
+    assert unknown_characters(bases, rows["tokens"]) == (3 / 103, "R")
+    assert unknown_characters(tokenizer, [["mean", "Ж", "value"], ["Ж"]]) == (2 / 11, "Ж")
+    assert unknown_characters(tokenizer, [["mean"] * 2500 + ["Ж"]]) == (0.0, "")  # only its beginning is read
+    assert unknown_characters(tokenizer, [["mean" * 5000]])[0] == 1.0
 
 
 def test_tokenizers_that_know_everything_or_do_not_tell(slow_tokenizer):

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from nystrom_models import LinformerConfig
-from nystrom_models.data import train_byte_level_tokenizer
+from nystrom_models.data import train_byte_level_tokenizer, train_character_tokenizer
 from tests.training import processes
 
 OPTIONS = "--learning_rate 1e-2 --per_device_train_batch_size 8 --max_train_steps 120 --eval_strategy no".split()
@@ -128,6 +128,23 @@ def test_a_byte_level_tokenizer_reads_words_with_the_space_before_them(kind, row
     for row in data:
         words, text = saved(row["tokens"], is_split_into_words=True), saved(" ".join(row["tokens"]))
         assert words["input_ids"] == text["input_ids"]
+
+
+@pytest.mark.parametrize("words", [["ab", "cd", "ef"], list("acg")], ids=["words", "characters"])
+def test_tokens_for_spaces_that_no_word_has_are_said(words, write_rows, tmp_path, capsys):
+    """A tokenizer of characters reads words without spaces, and a text with them; not if words are characters."""
+    data = [{"tokens": words, "ner_tags": ["O", "B-x", "O"]}] * 8
+    train_character_tokenizer([" ".join(words)] * 2, 30, model_max_length=64, show_progress=False).save_pretrained(
+        tmp_path / "tokens"
+    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    LinformerConfig(max_position_embeddings=64, projected_dim=8, **sizes).save_pretrained(tmp_path / "config")
+    start = ["--config_name", f"{tmp_path}/config", "--tokenizer_name", f"{tmp_path}/tokens"]
+    files = ["--train_file", write_rows(data), "--validation_file", write_rows(data[:2])]
+    more = ["--output_dir", f"{tmp_path}/output", "--max_train_steps", "1", "--per_device_train_batch_size", "8"]
+    run_ner.main([*start, *files, *more])
+    said = "The train set: This tokenizer has other tokens for a text with spaces than for its words"
+    assert (said in capsys.readouterr().out) == (len(words[0]) > 1)
 
 
 def test_a_finished_model_scores_its_own_predictions_as_right(trained, tmp_path):

@@ -42,6 +42,13 @@ def put_spaces_before_words(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.add_prefix_space = tokenizer.init_kwargs["add_prefix_space"] = True
 
 
+def reads_spaces(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
+    """Whether a word after a space, as in a text, has other tokens than the same word in a list of words."""
+    in_list = tokenizer([word, word], is_split_into_words=True, add_special_tokens=False, verbose=False)
+    in_text = tokenizer(f"{word} {word}", add_special_tokens=False, verbose=False)
+    return bool(in_list["input_ids"] != in_text["input_ids"])
+
+
 def require_words(dataset: Dataset, column: str, where: str, flag: str | None = None) -> None:
     """Raises a ValueError unless a column, which `flag` names, holds a list of words in every row."""
     require_column(dataset, column, where, flag=flag)

@@ -26,12 +26,13 @@ SUSPICIOUS_SHARE = 0.05
 LARGEST_SHARE = 0.5
 
 
-def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[float, str]:
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | list[str]]) -> tuple[float, str]:
     """The share of the characters of texts, without those that no token contains, that become the unknown token.
 
     Args:
         tokenizer: with a slow one, which tells no offsets, or one without an unknown token, the share is 0.
-        texts: each is read up to its first 10,000 characters.
+        texts: each is read up to its first 10,000 characters. Some are lists of words, without the spaces between
+            them: a tokenizer of characters may not know these, and reads none.
 
     Returns: the share, and a piece of text that becomes an unknown token, or "".
     """
@@ -39,18 +40,31 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str])
         return 0.0, ""
     known, unknown, example = 0, 0, ""
     for text in texts:
-        text = text[:NUM_CHARACTERS]
-        encoding = tokenizer(text, add_special_tokens=False, verbose=False)[0]
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        text = text[:NUM_CHARACTERS] if isinstance(text, str) else _beginning(text)
+        if not text:
+            continue
+        words = isinstance(text, list)
+        encoding = tokenizer(text, is_split_into_words=words, add_special_tokens=False, verbose=False)[0]
+        for token, word, (start, end) in zip(encoding.ids, encoding.word_ids, encoding.offsets, strict=True):
             if token == tokenizer.unk_token_id:
                 unknown += end - start
-                example = example or text[start:end]
+                example = example or (text[word] if words else text)[start:end]
             else:
                 known += end - start
     return unknown / max(known + unknown, 1), example
 
 
-def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str, remedy: str = REMEDY) -> None:
+def _beginning(words: Sequence[str]) -> list[str]:
+    """The words of a text up to its first 10,000 characters."""
+    lengths = np.cumsum([len(word) for word in words])
+    number = int(np.searchsorted(lengths, NUM_CHARACTERS))
+    before = int(lengths[number - 1]) if number else 0
+    return [*words[:number], *(word[: NUM_CHARACTERS - before] for word in words[number : number + 1])]
+
+
+def check_known(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | list[str]], where: str, remedy: str = REMEDY
+) -> None:
     """Warns if a tokenizer does not know 5 % of the characters of `texts`, or more.
 
     Args:
@@ -92,7 +106,10 @@ def check_known_documents(
     else:
         spread = np.linspace(0, max(len(dataset) - 1, 0), min(len(dataset), NUM_DOCUMENTS))
         sample = dataset.select(spread.astype(int))
-    values = (value if isinstance(value, list) else [value] for row in sample for value in row.values())
-    check_known(
-        tokenizer, (" ".join(word for word in words if isinstance(word, str)) for words in values), where, remedy
+    values = (value for row in sample for value in row.values())
+    texts = (
+        [word for word in value if isinstance(word, str)] if isinstance(value, list) else value
+        for value in values
+        if isinstance(value, str | list)
     )
+    check_known(tokenizer, texts, where, remedy)

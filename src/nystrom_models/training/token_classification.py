@@ -19,6 +19,7 @@ from ..data.token_classification import (
     TokenClassificationCollator,
     TokenTask,
     put_spaces_before_words,
+    reads_spaces,
     require_tags,
     require_words,
     tag_names,
@@ -182,6 +183,14 @@ class TokenClassificationRun(FinetuningRun):
         there = sum(map(len, examples[self.task.text_column]))
         if number := there - sum(word >= 0 for row in rows["words"] for word in row):
             found.append(f"{number:,} of {there:,} words get no token from this tokenizer: {OUTSIDE} is predicted.")
+        # A text whose words are single characters, such as a gene's, usually has no spaces.
+        words = (word for row in examples[self.task.text_column] for word in row if len(word) > 1 and word.isalnum())
+        if split == "train" and (word := next(words, None)) and reads_spaces(self.tokenizer, word):
+            found.append(
+                "This tokenizer has other tokens for a text with spaces than for its words, which it learns from. "
+                "Give the finished model lists of words, to a pipeline with is_split_into_words=True; or train on "
+                f"lists in which the spaces are words, too, labelled {OUTSIDE}."
+            )
         return found
 
     def collator(self, with_index: bool = False) -> TokenClassificationCollator:
