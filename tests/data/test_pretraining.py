@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -228,3 +229,44 @@ def test_bad_options_are_named(documents, tokenizer, options, message):
 def test_no_text_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="contains no text"):
         pretraining_dataset(Dataset.from_dict({"text": ["", " \n"]}), tokenizer, MAX_LENGTH)
+
+
+def unigram_tokenizer(texts):
+    """As XLM-RoBERTa's, which takes all up to the next space for a word."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"]
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=special, unk_token="[UNK]", show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    names = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=64, **dict(zip(names, special, strict=True))
+    )
+
+
+# Lines without a space, sentences on their own, and words.
+CHINESE = "春天来了，山上的花都开了。孩子们在河边放风筝，老人坐在树下喝茶！"
+WORDS = "The kite is red, and the tea is hot. "
+
+
+@pytest.mark.parametrize("texts", [[CHINESE * 6] * 4, CHINESE.split("，") * 20], ids=["long", "short"])
+def test_words_that_are_whole_lines_are_not_masked_as_words(texts):
+    """Most rows would have nothing but masks."""
+    tokenizer = unigram_tokenizer(texts)
+    options = {"sentence_order": False, "load_from_cache_file": False}
+    with pytest.raises(
+        ValueError, match=r"tokens of the column 'text' are in words of .* Leave out --whole_word_mask"
+    ):
+        pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 64, with_word_starts=True, **options)
+    pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 64, **options)
+
+
+def test_some_words_that_are_whole_lines_are_a_warning():
+    texts = [WORDS * 10] * 2 + [CHINESE * 4]
+    tokenizer = unigram_tokenizer([WORDS * 4, *CHINESE * 9])
+    options = {"with_word_starts": True, "sentence_order": False, "load_from_cache_file": False}
+    with pytest.warns(UserWarning, match=r"^[1-4]\d% of the tokens"):
+        pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 64, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pretraining_dataset(Dataset.from_dict({"text": texts[:2]}), tokenizer, 64, **options)

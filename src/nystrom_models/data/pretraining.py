@@ -5,6 +5,7 @@ A row contains token ids and the positions where sentences begin. What changes i
 [`PretrainingCollator`]: how a row is split into a pair, whether the pair is swapped, and which tokens are masked.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -33,6 +34,19 @@ WORD_FEATURES = Features({**FEATURES, "word_starts": Column(Value("bool"))})
 
 # The most rows of a document: the number of a row is below this.
 MAX_ROWS_OF_A_DOCUMENT = 2**24
+
+# Words of more tokens, or of more than the smaller number and half of a row, are probably none: Unigram tokenizers
+# take all up to the next space for a word, whole lines in Chinese or Thai, and byte-level ones all letters up to a
+# sign, a whole genome.
+LONGEST_WORD = 16
+LONGEST_WORD_OF_SHORT_ROWS = 8
+
+# Shares of the tokens that are in such words: from the first on, a warning; above the second, an error.
+SUSPICIOUS_SHARE = 0.1
+LARGEST_SHARE = 0.5
+
+# The rows, spread over all, in which words are looked at.
+NUM_ROWS = 1000
 
 # The borders above one number, up to and with another, ascending.
 Borders = Callable[[int, int], np.ndarray]
@@ -289,7 +303,8 @@ def pretraining_dataset(
     Raises:
         ValueError: if `max_length` leaves no room for a pair or exceeds the tokenizer's limit, `short_seq_prob` is not
             a probability, `text_column` does not exist, the tokenizer is not a fast one or knows less than half of
-            the text, or the documents give no row.
+            the text, more than half of the text is in words that are too long to be words, or the documents give no
+            row.
     """
     check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
     check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
@@ -318,8 +333,33 @@ def pretraining_dataset(
     )
     if len(rows) == 0:
         raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents contains no text.")
+    if with_word_starts:
+        _check_words(rows, text_column)
     rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
     return rows.with_format("numpy")
+
+
+def _check_words(rows: Dataset, text_column: str) -> None:
+    """Warns if many tokens of rows are in words that are too long to be words, and raises a ValueError if most are:
+    whole-word masking would hide most of a row, or all of it."""
+    number = min(len(rows), NUM_ROWS)
+    spread = np.linspace(0, len(rows) - 1, number).astype(int)
+    tokens = within = 0
+    for starts in rows.select(spread).with_format("numpy")["word_starts"]:
+        sizes = np.diff(np.flatnonzero(np.append(starts, True)), prepend=0)
+        longest = min(LONGEST_WORD, max(LONGEST_WORD_OF_SHORT_ROWS, len(starts) // 2))
+        tokens += len(starts)
+        within += int(sizes[sizes > longest].sum())
+    if within < SUSPICIOUS_SHARE * tokens:
+        return
+    message = (
+        f"{within / tokens:.0%} of the tokens of the column {text_column!r} are in words of more than "
+        f"{LONGEST_WORD} tokens, or of half a row: this tokenizer does not find the words of such texts. Leave out "
+        "--whole_word_mask."
+    )
+    if within > LARGEST_SHARE * tokens:
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=3)
 
 
 def ordered_share(rows: Dataset) -> float:
