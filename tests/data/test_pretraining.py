@@ -9,7 +9,12 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nystrom_models.data import pretraining_dataset, pretraining_stream, train_character_tokenizer
+from nystrom_models.data import (
+    PretrainingCollator,
+    pretraining_dataset,
+    pretraining_stream,
+    train_character_tokenizer,
+)
 from nystrom_models.data.pretraining import ordered_share
 
 MAX_LENGTH = 48
@@ -259,6 +264,12 @@ def test_words_that_are_whole_lines_are_not_masked_as_words(texts):
     ):
         pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 64, with_word_starts=True, **options)
     pretraining_dataset(Dataset.from_dict({"text": texts}), tokenizer, 64, **options)
+    stream = Dataset.from_dict({"text": texts}).to_iterable_dataset()
+    arguments = (stream, tokenizer, PretrainingCollator(tokenizer, whole_word_mask=True), 64)
+    options = {"sentence_order": False, "per_device_train_batch_size": 2, "buffer_size": 4}
+    with pytest.raises(ValueError, match=r"Leave out --whole_word_mask"):
+        pretraining_stream(*arguments, with_word_starts=True, **options)
+    pretraining_stream(*arguments, **options)
 
 
 def test_some_words_that_are_whole_lines_are_a_warning():

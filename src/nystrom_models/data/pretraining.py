@@ -6,7 +6,7 @@ A row contains token ids and the positions where sentences begin. What changes i
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -41,7 +41,7 @@ MAX_ROWS_OF_A_DOCUMENT = 2**24
 LONGEST_WORD = 16
 LONGEST_WORD_OF_SHORT_ROWS = 8
 
-# Shares of the tokens that are in such words: from the first on, a warning; above the second, an error.
+# Shares of the tokens that are in such words: above the first, a warning; above the second, an error.
 SUSPICIOUS_SHARE = 0.1
 LARGEST_SHARE = 0.5
 
@@ -334,23 +334,25 @@ def pretraining_dataset(
     if len(rows) == 0:
         raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents contains no text.")
     if with_word_starts:
-        _check_words(rows, text_column)
+        spread = np.linspace(0, len(rows) - 1, min(len(rows), NUM_ROWS)).astype(int)
+        check_words(rows.select(spread).with_format("numpy")["word_starts"], text_column)
     rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
     return rows.with_format("numpy")
 
 
-def _check_words(rows: Dataset, text_column: str) -> None:
-    """Warns if many tokens of rows are in words that are too long to be words, and raises a ValueError if most are:
-    whole-word masking would hide most of a row, or all of it."""
-    number = min(len(rows), NUM_ROWS)
-    spread = np.linspace(0, len(rows) - 1, number).astype(int)
+def check_words(rows: Iterable[Sequence[bool]], text_column: str) -> None:
+    """Warns if many tokens are in words that are too long to be words, and raises a ValueError if most are:
+    whole-word masking would hide most of a row, or all of it.
+
+    rows: for each token of a row, whether a word begins with it.
+    """
     tokens = within = 0
-    for starts in rows.select(spread).with_format("numpy")["word_starts"]:
+    for starts in rows:
         sizes = np.diff(np.flatnonzero(np.append(starts, True)), prepend=0)
         longest = min(LONGEST_WORD, max(LONGEST_WORD_OF_SHORT_ROWS, len(starts) // 2))
         tokens += len(starts)
         within += int(sizes[sizes > longest].sum())
-    if within < SUSPICIOUS_SHARE * tokens:
+    if within <= SUSPICIOUS_SHARE * tokens:
         return
     message = (
         f"{within / tokens:.0%} of the tokens of the column {text_column!r} are in words of more than "
