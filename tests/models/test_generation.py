@@ -406,6 +406,26 @@ def test_a_mask_of_other_columns_is_refused():
     assert relative_error(continued, model(ids).logits[:, 10:]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("option", [*OPTIONS, "linear-causal_softmax"])
+def test_a_prompt_that_ends_in_padding_is_refused(option):
+    """The next token would be predicted from a state of padding, which is zero, and be the first one of the
+    vocabulary."""
+    model, (ids, _) = make(option), prompts()
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    message = r'padding in its last column.*pad on the left, with tokenizer.padding_side = "left"'
+    for options in ({}, {"use_cache": False}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match=message):
+            greedy(model, ids, mask, **options)
+    if model.config.has_states:
+        with pytest.raises(ValueError, match=message):
+            greedy(model, ids, mask, prefill_chunk_size=4)
+        with pytest.raises(ValueError, match=message):
+            greedy(model, None, mask, inputs_embeds=model.get_input_embeddings()(ids))
+    # A call, which returns the logits of every token, takes such rows.
+    assert relative_error(model(ids, attention_mask=mask).logits[1:, :9], model(ids[1:, :9]).logits) < 1e-5
+
+
 def test_both_names_of_a_cache():
     """Transformers 5.24 calls past_key_values cache; calls of either name give the same with any version."""
     model, (ids, _) = make(), prompts()

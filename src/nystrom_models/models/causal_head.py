@@ -20,6 +20,7 @@ from .losses import IGNORED, at_least_one, int64_labels
 from .modeling_base import BasePreTrainedModel
 from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
 from .token_layout import positions_by_rank, token_ranks
+from .tracing import can_read_values
 
 
 class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
@@ -183,7 +184,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
 
         Transformers' own method would ask the cache for its length, which only a cache of keys has.
 
-        Raises ValueError for a prompt that does not continue where the cache ends.
+        Raises ValueError for a prompt that does not continue where the cache ends, and for one that ends in padding.
         """
         embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
         if embeds is not None and not self.config.has_states:
@@ -194,6 +195,7 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         given = (input_ids if embeds is None else embeds).shape[1]
         start = self._first_new_token(given, generation_config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
+        require_a_token_at_the_end(mask)
         before = 0 if mask is None else mask.shape[1] - given
         size = generation_config.prefill_chunk_size or given - start
         if size < given - start and model_kwargs.get(CACHE) is None:
@@ -254,6 +256,20 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
                 f"{int(valid[row])} in these {seen} columns. Tokens that fill up a row after its end "
                 f"are in its state and cannot be removed: continue without {CACHE}, or row by row."
             )
+
+
+def require_a_token_at_the_end(mask: Tensor | None) -> None:
+    """Raises ValueError if a row of a prompt ends in padding: `generate` predicts the next token from the last column.
+
+    mask: (B, N), nonzero at valid tokens.
+    """
+    if mask is None or mask.dim() != 2 or not can_read_values(mask):
+        return
+    if (mask[:, -1:] == 0).any():
+        raise ValueError(
+            "attention_mask has padding in its last column, but generate() continues every row after that column: pad "
+            'on the left, with tokenizer.padding_side = "left".'
+        )
 
 
 def next_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
