@@ -515,6 +515,18 @@ def test_torchscript_traces_of_every_length(option, tmp_path):
             assert relative_error(traced(*new)[0], model(*new)[0]) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("option", GRAPH_OPTIONS)
+def test_a_torchscript_trace_of_one_token_is_of_every_length(option):
+    model = shallow(option)
+    model.config.return_dict, model.config.use_cache = False, False
+    traced = torch.jit.trace(model, (torch.full((1, 1), 5), torch.ones(1, 1, dtype=torch.long)))
+    for batch, length in ((1, 1), (2, 9), (3, 33)):
+        ids, mask = torch.randint(3, 99, (batch, length)), torch.ones(batch, length, dtype=torch.long)
+        mask[0, length - length // 3 :] = 0
+        assert relative_error(traced(ids, mask)[0], model(ids, mask)[0]) < 1e-5
+
+
 @pytest.mark.parametrize("option", GRAPH_OPTIONS)
 def test_fake_and_meta_tensors_show_shapes(option):
     """The meta device is used to plan memory and device maps; the values of a mask cannot be read there."""

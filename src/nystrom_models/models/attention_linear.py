@@ -158,7 +158,8 @@ def causal_linear_attention(
     """
     key = _valid(key, mask)
     with maybe_autocast(device_type=query.device.type, enabled=False):
-        if query.shape[2] == 1:
+        # A trace of TorchScript would take this way for every length.
+        if not torch.jit.is_tracing() and query.shape[2] == 1:
             return _step(query, key, value, state)
         if state is None:
             state = _no_state(key, value)
