@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import math
+import unicodedata
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from nystrom_models.data import train_tokenizer
 from nystrom_models.data.question_answering import QuestionTask, question_answering_dataset
@@ -84,6 +86,22 @@ def test_scores_of_no_answer_are_json(tmp_path):
     run.write("test", collect_answers([CONTEXT, ""], ROWS, FOUND, 3, 0.0))
     odds = json.loads((tmp_path / "test_null_odds.json").read_text(), parse_constant=pytest.fail)
     assert odds["0"] == 0.5 and odds["1"] > 1e300
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.NFKC()])
+@pytest.mark.parametrize("answer", ["한국", "말이", "naïve", "ｶﾞｷﾞ", "ﾊﾟ", "கொ", "ab"])
+def test_answers_end_with_the_whole_letter(answer, normalizer):
+    """Also in decomposed texts, of which tokenizers only tell the place of a letter's first part."""
+    answer = unicodedata.normalize("NFD", answer)
+    context = f"it says {answer} here"
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.WhitespaceSplit()
+    starts, ends = zip(*tokenizer.encode(context).offsets, strict=True)
+    rows = [{"document": 0, "context_start": 0, "char_starts": starts, "char_ends": ends}]
+    found = {name: [torch.tensor([2])] for name in ("first", "last", "first_logits", "last_logits", "null")}
+    assert collect_answers([context], rows, found, 1, None).texts == [answer]
+    found |= {name: [torch.tensor([3])] for name in ("first", "last")}
+    assert collect_answers([context], rows, found, 1, None).texts == ["here"]
 
 
 @pytest.mark.parametrize(("threshold", "text"), [(None, "naïve"), (0.0, ""), (0.5, "naïve"), (0.49, "")])

@@ -40,15 +40,16 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str |
         return 0.0, ""
     known, unknown, example = 0, 0, ""
     for text in texts:
-        text = text[:NUM_CHARACTERS] if isinstance(text, str) else _beginning(text)
-        if not text:
+        beginning = text[:NUM_CHARACTERS] if isinstance(text, str) else _beginning(text)
+        if not beginning:
             continue
-        words = isinstance(text, list)
-        encoding = tokenizer(text, is_split_into_words=words, add_special_tokens=False, verbose=False)[0]
+        options = {"is_split_into_words": isinstance(text, list), "add_special_tokens": False, "verbose": False}
+        encoding = tokenizer(beginning, **options)[0]
         for token, word, (start, end) in zip(encoding.ids, encoding.word_ids, encoding.offsets, strict=True):
             if token == tokenizer.unk_token_id:
                 unknown += end - start
-                example = example or (text[word] if words else text)[start:end]
+                whole = text[word] if isinstance(text, list) else text
+                example = example or whole[start:end]
             else:
                 known += end - start
     return unknown / max(known + unknown, 1), example

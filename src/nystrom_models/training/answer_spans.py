@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# More characters than letters have that are composed of others.
+_LONGEST_LETTER = 8
+
 
 def best_spans(
     start_logits: Tensor, end_logits: Tensor, context_mask: Tensor, n_best: int, max_answer_length: int
@@ -50,6 +53,17 @@ class Answers:
     differences: list[float] = field(default_factory=list)  # score of no answer minus that of the best text
 
 
+def _belongs_to_the_letter(before: str, character: str) -> bool:
+    """Whether a character belongs to the letter at the end of `before`, although no token contains it: an accent that
+    some tokenizers drop, or a part of a syllable of Hangul or of a voiced kana. Tokenizers that compose such letters
+    only tell the place of their first part."""
+    if character.isascii():  # or ""
+        return False
+    before = before[-_LONGEST_LETTER:]
+    whole, part = (unicodedata.normalize("NFKC", text) for text in (before + character, before))
+    return unicodedata.category(character) == "Mn" or len(whole) <= len(part)
+
+
 def collect_answers(
     contexts: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
@@ -79,8 +93,7 @@ def collect_answers(
                 continue
             # Tokens of some tokenizers begin with a space, which is no part of an answer, or are one.
             start, end = row["char_starts"][first - begin], row["char_ends"][last - begin]
-            # Accents that follow a letter are in no token of a tokenizer that drops them.
-            while unicodedata.category(contexts[document][end : end + 1] or " ") == "Mn":
+            while _belongs_to_the_letter(contexts[document][start:end], contexts[document][end : end + 1]):
                 end += 1
             text = contexts[document][start:end]
             if not text.strip():
