@@ -465,6 +465,22 @@ def test_landmarks_by_layer_are_compared_up_to_the_fewest(tmp_path):
     assert (short.tokens, long.tokens) == (8, LENGTH) and short.largest < TOLERANCE * short.scale < long.largest
 
 
+@pytest.mark.parametrize(
+    ("option", "head"),
+    [("linformer-layerwise", "ForMaskedLM"), ("linear-elu", "ForMaskedLM"), ("linear-causal", "ForCausalLM")],
+)
+def test_a_model_of_this_package_keeps_its_family(option, head, tmp_path):
+    """And its own fields, such as the feature map, so that only the length changes."""
+    source = make_model(option, head)
+    source.save_pretrained(tmp_path)
+    config = converted_config(tmp_path, max_position_embeddings=2 * source.config.max_position_embeddings)
+    assert config.model_type == source.config.model_type
+    changed = {name for name, value in config.to_dict().items() if value != source.config.to_dict().get(name)}
+    assert changed <= {"max_position_embeddings", "architectures", "dtype", "transformers_version"}
+    with pytest.raises(ValueError, match=r"has no field num_landmarks:.*give the family that has it"):
+        converted_config(tmp_path, num_landmarks=8)
+
+
 @pytest.mark.parametrize("causal", ["config", "source"])
 def test_causal_and_bidirectional_attention_do_not_mix(causal, tmp_path):
     """The check depends on the configurations, not on the names of the families."""

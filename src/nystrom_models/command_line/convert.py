@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         choices=FAMILY_NAMES,
-        default=FAMILY_NAMES[0],
-        help="The family to convert to (default: %(default)s).",
+        help="The family to convert to (default: the source's own, or nystromformer for other models).",
     )
     parser.add_argument("--max_length", type=int, metavar="N", help="Tokens of the longest sequence.")
     parser.add_argument(

@@ -30,9 +30,7 @@ _SAME_FIELDS = (
 HEAD_FIELDS = ("id2label", "label2id", "problem_type")
 
 
-def converted_config(
-    source: str | os.PathLike | PreTrainedConfig, family: str = "nystromformer", **overrides: Any
-) -> Any:
+def converted_config(source: str | os.PathLike | PreTrainedConfig, family: str | None = None, **overrides: Any) -> Any:
     """The configuration for [`convert`]: every field that the family shares with the source has the source's value.
 
     `max_position_embeddings` is the longest sequence that the source takes: a RoBERTa's own field counts the unused
@@ -41,7 +39,7 @@ def converted_config(
 
     Args:
         source: a folder, a name on the Hub, or a configuration, of a checkpoint that [`convert`] takes.
-        family: a `model_type` of this package.
+        family: a `model_type` of this package; None for the source's own, if it is one, and "nystromformer" otherwise.
         overrides: fields of the family's configuration, such as `max_position_embeddings=4096`.
 
     Returns:
@@ -60,15 +58,18 @@ def converted_config(
     ```
     """
     families = {base.config_class.model_type: base.config_class for base in FAMILIES}
+    source_config = source if isinstance(source, PreTrainedConfig) else load_config(source)
+    if family is None:
+        family = source_config.model_type if source_kind(source_config).is_ours else "nystromformer"
     if family not in families:
         raise ValueError(f"family={family!r} is unknown: use one of {', '.join(families)}.")
     config_class = families[family]
     known = config_class()
     if unknown := [name for name in overrides if not hasattr(known, name)]:
         raise ValueError(
-            f"{config_class.__name__} has no field {', '.join(unknown)}: correct the name, or leave it out."
+            f"{config_class.__name__} has no field {', '.join(unknown)}: correct the name, leave it out, or give the "
+            "family that has it."
         )
-    source_config = source if isinstance(source, PreTrainedConfig) else load_config(source)
     fields = source_fields(source_config)
     if fields["max_position_embeddings"] is None and known.max_position_embeddings is not None:
         # The source has no limit of length: keep the family's default.
