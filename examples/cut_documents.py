@@ -11,17 +11,22 @@ in the column document. Cut training and test documents separately, so that no d
 import datetime
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, Value
 
 from nystrom_models.data import load_files
 from nystrom_models.data.classification import require_column
 from nystrom_models.data.files import file_ending
 from nystrom_models.training.arguments import parse_arguments
+
+# Characters of a word on average; in no language that separates words by spaces are there half as many.
+LONGEST_WORDS = 50
 
 
 @dataclass(kw_only=True)
@@ -70,6 +75,18 @@ def pieces(text: str, num_words: int, skip_words: int = 0, max_pieces: int | Non
     for i in range(chosen):
         start = i * number // chosen * num_words
         yield " ".join(words[start : start + num_words])
+
+
+def warn_of_long_words(texts: Iterable[str]) -> None:
+    """Warns if words are too long to be words, as in Chinese: a whole document is one of them, and one piece."""
+    characters, words = np.sum([(len(text), text.count(" ") + 1) for text in texts], axis=0)
+    if characters > LONGEST_WORDS * words:
+        warnings.warn(
+            f"The words of these texts, as separated by white space, have {characters / words:.0f} characters on "
+            "average, so pieces of --num_words are too long, or not cut at all. Put spaces between words or characters"
+            " first.",
+            stacklevel=2,
+        )
 
 
 def as_json(value: Any) -> str:
@@ -129,6 +146,7 @@ def main(args: Sequence[str] | None = None) -> Dataset:
     features = Features({**documents.features, "document": Value("int64")})
     found = Dataset.from_generator(rows, features, cache_dir=arguments.cache_dir)
     write_lines(found, arguments.output_file)
+    warn_of_long_words(found[text])
     used = len(found.unique("document"))
     print(f"{len(found):,} pieces of {used:,} documents in {arguments.output_file}", end="")
     left = len(documents) - used

@@ -107,6 +107,16 @@ def test_wrong_input_is_refused(books, write_rows, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("text", "warns"), [("春天来了，山上的花都开了。" * 20, True), ("spring came. " * 20, False)])
+def test_texts_without_spaces_are_warned_of(text, warns, write_rows, tmp_path, recwarn):
+    """Such a document is one word, and stays whole."""
+    flags = ["--input_file", write_rows([{"text": text, "label": 0}]), "--num_words", "10"]
+    found = cut_documents.main([*flags, "--output_file", str(tmp_path / "pieces.jsonl")])
+    assert len(found) == (1 if warns else 4)
+    said = [str(warning.message) for warning in recwarn if "Put spaces between words" in str(warning.message)]
+    assert len(said) == warns
+
+
 def test_other_columns_stay_as_they_are(tmp_path):
     day = datetime.datetime(2024, 1, 31, 10)
     columns = {"text": ["a b", "c"], "label": [2e-11, 0.12345678901234], "when": [day, None], "big": [2**60, 1]}
