@@ -6,13 +6,13 @@ A row contains token ids and the positions where sentences begin. What changes i
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, IterableDataset, Value
 from datasets import Sequence as Column
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +20,7 @@ from .caching import with_code
 from .encoding import encode_texts
 from .rows import documents_of_a_batch
 from .sentences import split_sentences
-from .unknown_text import check_known_documents
+from .unknown_text import NUM_CHARACTERS, check_known_documents, sample_documents
 
 FEATURES = Features(
     {
@@ -44,9 +44,6 @@ LONGEST_WORD_OF_SHORT_ROWS = 8
 # Shares of the tokens that are in such words: above the first, a warning; above the second, an error.
 SUSPICIOUS_SHARE = 0.1
 LARGEST_SHARE = 0.5
-
-# The rows, spread over all, in which words are looked at.
-NUM_ROWS = 1000
 
 # The borders above one number, up to and with another, ascending.
 Borders = Callable[[int, int], np.ndarray]
@@ -308,20 +305,21 @@ def pretraining_dataset(
     """
     check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
     check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
+    build_rows = partial(
+        build_pretraining_rows,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        short_seq_prob=short_seq_prob,
+        seed=seed,
+        text_column=text_column,
+        language=language,
+        with_word_starts=with_word_starts,
+        sentence_order=sentence_order,
+    )
+    if with_word_starts:
+        check_words(dataset, build_rows, text_column)
     rows = dataset.map(
-        with_code(
-            partial(
-                build_pretraining_rows,
-                tokenizer=tokenizer,
-                max_length=max_length,
-                short_seq_prob=short_seq_prob,
-                seed=seed,
-                text_column=text_column,
-                language=language,
-                with_word_starts=with_word_starts,
-                sentence_order=sentence_order,
-            )
-        ),
+        with_code(build_rows),
         with_indices=True,
         batched=True,
         batch_size=documents_of_a_batch(dataset, text_column),
@@ -333,21 +331,27 @@ def pretraining_dataset(
     )
     if len(rows) == 0:
         raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents contains no text.")
-    if with_word_starts:
-        spread = np.linspace(0, len(rows) - 1, min(len(rows), NUM_ROWS)).astype(int)
-        check_words(rows.select(spread).with_format("numpy")["word_starts"], text_column)
     rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
     return rows.with_format("numpy")
 
 
-def check_words(rows: Iterable[Sequence[bool]], text_column: str) -> None:
+def check_words(
+    documents: Dataset | IterableDataset, build_rows: Callable[..., dict[str, list]], text_column: str
+) -> None:
     """Warns if many tokens are in words that are too long to be words, and raises a ValueError if most are:
     whole-word masking would hide most of a row, or all of it.
 
-    rows: for each token of a row, whether a word begins with it.
+    Args:
+        documents: the beginnings of [`sample_documents`] are looked at; values that are no texts are left out.
+        build_rows: [`build_pretraining_rows`] with `with_word_starts`, but for the documents and their numbers.
+        text_column: of the documents.
     """
+    values = (document[text_column] for document in sample_documents(documents, [text_column]))
+    beginnings = [value[:NUM_CHARACTERS] for value in values if isinstance(value, str)]
+    if not beginnings:
+        return
     tokens = within = 0
-    for starts in rows:
+    for starts in build_rows({text_column: beginnings}, range(len(beginnings)))["word_starts"]:
         sizes = np.diff(np.flatnonzero(np.append(starts, True)), prepend=0)
         longest = min(LONGEST_WORD, max(LONGEST_WORD_OF_SHORT_ROWS, len(starts) // 2))
         tokens += len(starts)

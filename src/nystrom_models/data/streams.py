@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from .loading import Collator, Step, deal, unchanged, without_signals
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, build_pretraining_rows, check_options, check_words
 from .rows import MOST_BYTES
-from .unknown_text import NUM_CHARACTERS, NUM_DOCUMENTS, check_known_documents
+from .unknown_text import check_known_documents
 
 # Number of documents of a lane that are tokenized together.
 DOCUMENTS_OF_A_BATCH = 64
@@ -324,8 +324,6 @@ def pretraining_stream(
         sentence_order=sentence_order,
     )
     if with_word_starts:
-        values = [document.get(text_column) for document in documents.take(NUM_DOCUMENTS)]
-        beginnings = [value[:NUM_CHARACTERS] if isinstance(value, str) else value for value in values]
-        check_words(build_rows({text_column: beginnings}, range(len(values)))["word_starts"], text_column)
+        check_words(documents, build_rows, text_column)
     blank = {"input_ids": [tokenizer.mask_token_id], "sentence_starts": [], "word_starts": [True], "index": 0}
     return StreamLoader(documents, build_rows, collate_fn, seed=seed, blank=blank, **options)

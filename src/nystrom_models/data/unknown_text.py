@@ -90,6 +90,15 @@ def check_known(
     warnings.warn(message, stacklevel=3)
 
 
+def sample_documents(dataset: Dataset | IterableDataset, columns: Sequence[str]) -> Dataset | IterableDataset:
+    """These columns of up to 100 documents: of a data set from all its parts, of a stream the first ones."""
+    dataset = dataset.select_columns(list(columns))
+    if isinstance(dataset, IterableDataset):
+        return dataset.take(NUM_DOCUMENTS)
+    spread = np.linspace(0, max(len(dataset) - 1, 0), min(len(dataset), NUM_DOCUMENTS))
+    return dataset.select(spread.astype(int))
+
+
 def check_known_documents(
     dataset: Dataset | IterableDataset,
     columns: Sequence[str],
@@ -97,17 +106,11 @@ def check_known_documents(
     where: str,
     remedy: str = REMEDY,
 ) -> None:
-    """[`check_known`] with up to 100 documents: of a data set from all its parts, of a stream the first ones.
+    """[`check_known`] with the documents of [`sample_documents`].
 
     columns: these hold texts, or lists of words; other values are left out.
     """
-    dataset = dataset.select_columns(list(columns))
-    if isinstance(dataset, IterableDataset):
-        sample = dataset.take(NUM_DOCUMENTS)
-    else:
-        spread = np.linspace(0, max(len(dataset) - 1, 0), min(len(dataset), NUM_DOCUMENTS))
-        sample = dataset.select(spread.astype(int))
-    values = (value for row in sample for value in row.values())
+    values = (value for row in sample_documents(dataset, columns) for value in row.values())
     texts = (
         [word for word in value if isinstance(word, str)] if isinstance(value, list) else value
         for value in values
