@@ -228,6 +228,10 @@ def test_a_column_may_begin_with_missing_values(ending, tmp_path):
         # pandas leaves the empty line out, and all later rows would get other numbers.
         ("rows.csv", b"text\na\n\nb\n", r"rows\.csv, line 3: empty"),
         ("rows.txt", b"a\n\xff\n", r"rows\.txt, line 2: not UTF-8"),
+        # Without a byte-order mark, these are valid UTF-8.
+        ("rows.txt", "One.\nTwo.\n".encode("utf-16-le"), r"rows\.txt is UTF-16 .* save it as UTF-8"),
+        ("rows.csv", "text,label\na,1\n".encode("utf-16-be"), r"rows\.csv is UTF-16"),
+        ("rows.csv", "text,label\na,1\n".encode("utf-16"), r"rows\.csv is UTF-16"),
         ("rows.txt", b" \n", r"--test_file contain no rows"),
         ("rows.txt", b"", r"rows\.txt, given by --test_file, is empty"),
         ("rows.jsonl.gz", b"plain", r"rows\.jsonl\.gz is damaged"),

@@ -33,6 +33,9 @@ def decoded_lines(path: str) -> Iterator[str]:
     try:
         with open_file(path) as file:
             for number, line in enumerate(file, start=1):
+                if number == 1 and line.count(0) > len(line) // 4:
+                    # Also valid UTF-8, with a NUL after each letter, if there is no byte-order mark.
+                    raise ValueError(f"{path} is UTF-16 or another encoding with NUL bytes: save it as UTF-8.")
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}).") from error
