@@ -515,6 +515,26 @@ def test_a_finished_model_is_scored_and_predicts_without_training(mrpc, checkpoi
         run(checkpoint, tmp_path, "--task_name", "mrpc", *files, "--no_do_train")
 
 
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (["1", "2", "none"], {"1": 1, "2": 2}),
+        (["False", "Perhaps", "True"], {"False": False, "True": True}),
+    ],
+    ids=["numbers", "true-and-false"],
+)
+def test_labels_of_another_type_are_sought_by_name(names, values, checkpoint, filler, write_rows, tmp_path):
+    """A file with only some of the classes holds numbers, or true and false, where the training file has text."""
+    rows = [{"text": filler(5, i), "label": names[i % 3]} for i in range(30)]
+    some = [row for row in rows if row["label"] in values]
+    files = ["--train_file", write_rows(rows), "--validation_file", write_rows(some)]
+    trained, _ = run(checkpoint, tmp_path, *files, "--max_train_steps", "2")
+    other = write_rows([row | {"label": values[row["label"]]} for row in some])
+    model = str(tmp_path / "output")
+    scored, _ = run(model, tmp_path / "again", "--no_do_train", "--validation_file", other)
+    assert scored["validation"] == pytest.approx(trained["validation"], rel=1e-5)
+
+
 def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
     words = ("good", "bad", "year")
     rows = []

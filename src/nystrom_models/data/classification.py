@@ -276,7 +276,13 @@ def _check_texts(
 def _found(ids: Mapping[Hashable, int]) -> Callable[[Hashable], int | None]:
     """Gives the id of a label. A file whose labels are all numbers has the number 1, another one the text "1"."""
     by_name = {str(label): i for label, i in ids.items()}
-    return lambda label: ids.get(label, by_name.get(str(label)))
+
+    def find(label: Hashable) -> int | None:
+        named = by_name.get(str(label))
+        # As keys, True and False are 1 and 0: their names come first.
+        return named if named is not None and isinstance(label, bool) else ids.get(label, named)
+
+    return find
 
 
 def encoded_labels(

@@ -3,6 +3,7 @@
 
 import csv
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,6 +138,10 @@ def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], li
     if not names:
         raise ValueError("The train set has no label at all.")
     return ids, names
+
+
+# The name of a class that is a number, as files have them.
+_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)")
 
 
 def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
@@ -316,8 +321,10 @@ class TextClassificationRun(FinetuningRun):
             return None, []
         if self.task.label_names is None:
             ids, _ = _named(names)
-            if all(name.lstrip("-").isdecimal() for name in names):  # classes that were numbers
-                ids = {name: i for i, name in enumerate(names)} | {int(name): i for i, name in enumerate(names)}
+            if any(map(_NUMBER.fullmatch, names)):  # numbers in the data are names, not places
+                ids = {name: i for i, name in enumerate(names)}
+                if all(name.lstrip("-").isdecimal() for name in names):
+                    ids |= {int(name): i for i, name in enumerate(names)}
             return ids, names
         wanted = list(self.task.label_names)
         own = in_own_order(self.config, wanted)
