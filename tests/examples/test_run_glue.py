@@ -302,6 +302,14 @@ def test_a_labelled_test_set_is_scored(checkpoint, pairs, write_rows, tmp_path):
     assert len((tmp_path / "output" / "MRPC.tsv").read_text().splitlines()) == 61
 
 
+def test_minus_one_is_a_label_where_it_is_a_class(checkpoint, filler, write_rows, tmp_path):
+    """Elsewhere it stands for a hidden label, and the set is not scored."""
+    rows = [{"text": filler(5, i), "label": 2 * (i % 2) - 1} for i in range(20)]
+    files = ["--train_file", write_rows(rows), "--validation_file", write_rows(rows)]
+    results, _ = run(checkpoint, tmp_path, *files, "--test_file", write_rows(rows[::2]), "--max_train_steps", "1")
+    assert "accuracy" in results["test"]
+
+
 def test_what_a_run_leaves(mrpc, checkpoint):
     history = [json.loads(line) for line in (mrpc[0] / "history.jsonl").read_text().splitlines()]
     # 160 rows are 10 steps an epoch, and the last evaluation is after the end.

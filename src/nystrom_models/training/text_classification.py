@@ -149,14 +149,15 @@ def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
     return {name: i for i, name in enumerate(names)} | {i: i for i in range(len(names))}, names
 
 
-def _has_labels(dataset: Dataset, task: TextTask) -> bool:
-    """Whether a test set has labels. If benchmarks hide them, they are -1, or lists without any, or there is no such
-    column."""
+def _has_labels(dataset: Dataset, task: TextTask, ids: Mapping[Any, int] | None) -> bool:
+    """Whether a test set has labels. If benchmarks hide them, they are -1, which is none of the classes (`ids` by
+    label), or lists without any, or there is no such column."""
     if task.label_column not in dataset.column_names:
         return False
     if has_lists(dataset, task.label_column):
         return any(map(bool, dataset[task.label_column]))
-    return not set(dataset.unique(task.label_column)) <= {-1, None}
+    hidden = {None} if ids is not None and {-1, "-1"} & set(ids) else {-1, None}
+    return not set(dataset.unique(task.label_column)) <= hidden
 
 
 def evaluate_predictions(task: TextTask, logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -284,7 +285,9 @@ class TextClassificationRun(FinetuningRun):
                     "of predictions: give another --label_delimiter, such as '|'."
                 )
         self.labelled = {
-            split for split in splits if not split.startswith("test") or _has_labels(splits[split], self.task)
+            split
+            for split in splits
+            if not split.startswith("test") or _has_labels(splits[split], self.task, self.ids)
         }
 
     def _head(self, train_set: Dataset) -> tuple[dict[Any, int] | None, list[str]]:
