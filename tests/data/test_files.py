@@ -8,7 +8,7 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, packaged_modules
+from datasets import ClassLabel, Dataset, Features, List, Value, packaged_modules
 
 from nystrom_models.data import json_files
 from nystrom_models.data.file_rows import decoded_lines
@@ -260,6 +260,19 @@ def test_a_parquet_file_without_rows_among_others(streaming, tmp_path):
     (tmp_path / "empty.parquet").write_bytes(EMPTY_PARQUET)
     files = [tmp_path / "empty.parquet", write(tmp_path / "rows.parquet", ROWS), tmp_path / "empty.parquet"]
     assert list(load_files(files, cache_dir=tmp_path / "cache", streaming=streaming)) == ROWS
+
+
+@pytest.mark.parametrize(("value", "inner"), [(0, lambda feature: feature), ([0], List)], ids=["label", "list"])
+def test_parquet_files_that_number_classes_differently_are_refused(value, inner, tmp_path):
+    """`datasets` would read the numbers of all files as those of the first one."""
+    for name, classes in (("one", ["bad", "good"]), ("same", ["bad", "good"]), ("other", ["good", "bad"])):
+        data = {"text": ["x"], "label": [value]}
+        features = Features({"text": Value("string"), "label": inner(ClassLabel(names=classes))})
+        Dataset.from_dict(data, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    files = [tmp_path / "one.parquet", tmp_path / "same.parquet"]
+    assert len(load_files(files, cache_dir=tmp_path / "cache")) == 2
+    with pytest.raises(ValueError, match=r"other\.parquet: the column 'label' numbers the classes \['good', 'bad'\]"):
+        load_files([files[0], tmp_path / "other.parquet"], cache_dir=tmp_path / "cache")
 
 
 def test_a_missing_file_and_mixed_formats(tmp_path):

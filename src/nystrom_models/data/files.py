@@ -12,7 +12,16 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset, packaged_modules
+from datasets import (
+    ClassLabel,
+    Dataset,
+    Features,
+    IterableDataset,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    packaged_modules,
+)
 from datasets.exceptions import DatasetsError
 
 from .file_rows import check_files, decoded_lines, no_rows, open_file, rows_of_files, stream_of_files, suffix
@@ -51,6 +60,26 @@ def _has_rows(path: str) -> bool:
     return suffix(path) != ".parquet" or path.endswith(".gz") or pq.read_metadata(path).num_rows > 0
 
 
+def _numbered_classes(path: str) -> dict[str, list[str]]:
+    """The names of the classes that the columns of a `.parquet` file number, also in lists, by column."""
+    features = Features.from_arrow_schema(pq.read_schema(path))
+    inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    return {name: feature.names for name, feature in inner.items() if isinstance(feature, ClassLabel)}
+
+
+def _check_numbered_classes(names: Sequence[str]) -> None:
+    """Raises a ValueError if `.parquet` files number their classes differently: `datasets` would read all numbers as
+    the first file's."""
+    first = _numbered_classes(names[0])
+    for path in names[1:]:
+        for column, classes in _numbered_classes(path).items():
+            if first.get(column, classes) != classes:
+                raise ValueError(
+                    f"{path}: the column {column!r} numbers the classes {classes}, but that of {names[0]} numbers "
+                    f"{first[column]}: write the same order into both files, or the names of the classes as text."
+                )
+
+
 def _load(
     names: Sequence[str], ending: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
@@ -62,6 +91,8 @@ def _load(
                 parts.append(Dataset(pq.read_table(pa.BufferReader(file.read()))))
         rows = concatenate_datasets(parts)
         return rows.to_iterable_dataset() if streaming else rows
+    if ending == ".parquet":
+        _check_numbered_classes(names)
     builder, options = _READERS[ending]
     if not hasattr(packaged_modules, builder):
         raise ValueError(f"{ending} files are read by datasets 5.1 or newer; update it from {datasets.__version__}.")
