@@ -203,6 +203,8 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
             "--train_file {named} --validation_file {zips}",
             r"must hold text, but holds int64\. .* write the file as \.jsonl",
         ),
+        ("--train_file {spaces} --validation_file {spaces}", "has the labels ' new' and 'new'"),
+        ("--train_file {blank} --validation_file {blank}", "has a label that is blank, ' '"),
         ("--torch_compile --torch_compile_backend fast", "--torch_compile_backend must be one of aot_eager, "),
         ("--multi_label --do_regression", "not both"),
         (
@@ -257,9 +259,11 @@ def test_faults_are_named_before_training(options, message, checkpoint, pairs, w
     texts = [{"sentence": row["sentence1"], "label": row["label"]} for row in pairs(40)]
     (tmp_path / "versions.csv").write_text("text,label\na,1.1\nb,1.10\nc,1.2\n")
     (tmp_path / "named.csv").write_text("text,label\na,1.1\nb,1.10\nc,new\n")
+    (tmp_path / "spaces.csv").write_text("text,label\na, new\nb,new\nc,old\n")
+    (tmp_path / "blank.csv").write_text("text,label\na, \nb,new\nc,old\n")
     (tmp_path / "zips.csv").write_text("text,label\n10000,new\n10001,1.1\n")
     files = {
-        **{name: tmp_path / f"{name}.csv" for name in ("versions", "named", "zips")},
+        **{name: tmp_path / f"{name}.csv" for name in ("versions", "named", "spaces", "blank", "zips")},
         "train": write_rows(pairs(40)),
         "texts": write_rows(texts),
         "hot": write_rows([{"text": "a", "label": [0.0, 1.0]}] * 40),

@@ -117,7 +117,8 @@ def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], li
     """Ids by label, as labels occur in the data, and the names of the labels in the order of their ids.
 
     Raises:
-        ValueError: if the training set has fewer than two classes, or floating-point numbers.
+        ValueError: if the training set has fewer than two classes, or floating-point numbers, or if white space alone
+            tells two classes apart.
     """
     if task.label_names is not None:
         return _named(list(task.label_names))
@@ -133,11 +134,23 @@ def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], li
         )
     ids = class_labels(train_set, task.label_column, task.label_delimiter if task.multi_label else None)
     names = [str(label) for label in ids]
+    _require_distinct(names, task.label_column)
     if len(names) < 2 and not task.multi_label:
         raise ValueError(f"The train set has only one label, {names}: there is nothing to learn.")
     if not names:
         raise ValueError("The train set has no label at all.")
     return ids, names
+
+
+def _require_distinct(names: Sequence[str], column: str) -> None:
+    seen: dict[str, str] = {}
+    for name in names:
+        if (other := seen.setdefault(name.strip(), name)) != name or not name.strip():
+            fault = f"a label that is blank, {name!r}" if not name.strip() else f"the labels {other!r} and {name!r}"
+            raise ValueError(
+                f"The column {column!r} of the train set has {fault}: without the white space around them, labels "
+                "must differ, and must not be empty. Correct them."
+            )
 
 
 # The name of a class that is a number, as files have them.
