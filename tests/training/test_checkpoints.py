@@ -155,6 +155,17 @@ def test_a_run_goes_on_on_another_number_of_processes(data_kind, before, after, 
         torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_a_stream_that_cannot_go_on_leaves_later_checkpoints_and_the_history(data, tmp_path):
+    """Otherwise "latest" would go back to the named one, on the number of processes that works."""
+    codes, log = start(Run(data="stream1"), data, tmp_path)
+    assert codes == [0], log[-3000:]
+    before = (tmp_path / "history.jsonl").read_text()
+    codes, log = start(Run(data="stream1", num_processes=2), data, tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    assert all(codes) and "cannot be divided among 2: continue on 1." in log
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
+    assert (tmp_path / "history.jsonl").read_text() == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ class TrainingLoader(Protocol):
         `any_process` returns whether its argument is true on any process; all processes call it equally often.
         """
 
+    def check_position(self, position: Mapping[str, Any], num_processes: int = 1) -> None:
+        """Raises ValueError if a run cannot go on from a position on this number of processes."""
+
     def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The position of the run, as JSON values, from the positions of all processes."""
 
@@ -290,6 +293,9 @@ class RowLoader:
                 generator=torch.Generator(),  # otherwise, drawing the workers' seed would change dropout
             )
         )
+
+    def check_position(self, position: Mapping[str, Any], num_processes: int = 1) -> None:
+        """As `TrainingLoader.check_position`: any number goes on from any position."""
 
     def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """As `TrainingLoader.merge`."""

@@ -262,6 +262,10 @@ class StreamLoader:
                 raise ValueError("The stream of documents contains no text.")
             epoch, states, fresh = epoch + 1, {}, True
 
+    def check_position(self, position: Mapping[str, Any], num_processes: int = 1) -> None:
+        """As `TrainingLoader.check_position`: the lanes must be divided evenly, and so must the rows of a step."""
+        self._lanes(position["num_lanes"], num_processes, 0)
+
     def merge(self, positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """As `TrainingLoader.merge`."""
         lanes = {lane: state for position in positions for lane, state in position["lanes"].items()}

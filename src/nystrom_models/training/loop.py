@@ -187,6 +187,8 @@ class TrainingLoop:
                 f"{checkpoint} has taken {progress['step']:,} steps, and this run has {self.total_steps:,}: give "
                 f"--max_train_steps {progress['step']} or more, or resume from an earlier checkpoint."
             )
+        # Before later checkpoints are renamed and the history is cut: a run that is refused leaves them as they are.
+        self.loader.check_position(progress["position"], self.accelerator.num_processes)
         load_checkpoint(self.accelerator, checkpoint)
         rate = self.optimizer.param_groups[0]["lr"]
         set_schedule_step(self.scheduler, progress["step"])
