@@ -318,6 +318,15 @@ def test_options_keep_the_losses(options, tolerance, corpus, tmp_path):
         assert losses(resumed) == pytest.approx(losses(plain), rel=tolerance, abs=0)
 
 
+def test_several_compiled_layers_may_be_checkpointed(corpus, tmp_path):
+    fields = "num_hidden_layers=2,pinv_iterations=1,hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
+    quiet = ["--eval_strategy", "no", "--config_overrides", fields, "--max_train_steps", "2", "--logging_steps", "1"]
+    both = ["--gradient_checkpointing", "--torch_compile", "--torch_compile_backend", "eager"]
+    _, plain = run(corpus, tmp_path / "plain", *quiet)
+    _, history = run(corpus, tmp_path / "option", *quiet, *both)
+    assert losses(history) == pytest.approx(losses(plain), rel=1e-6, abs=0)
+
+
 def test_whole_words(corpus, tmp_path):
     _, history = run(corpus, tmp_path, "--whole_word_mask", "--eval_strategy", "no")
     assert all(math.isfinite(loss) for loss in losses(history))

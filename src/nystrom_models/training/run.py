@@ -6,11 +6,12 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -61,9 +62,12 @@ def start_run(args: RunArguments) -> Iterator[Accelerator]:
         ImportError: if a tracker is not installed.
     """
     options: dict[str, Any] = {}
+    compiler: AbstractContextManager[Any] = nullcontext()
     if args.torch_compile:
         # Batches differ in length: one graph for all lengths.
         options["dynamo_plugin"] = TorchDynamoPlugin(backend=args.torch_compile_backend.upper(), dynamic=True)
+        # Only lengths vary. Numbers such as a dropout must not: PyTorch 2.13 then cannot compile checkpointed layers.
+        compiler = torch._dynamo.config.patch(specialize_float=True)
     if args.with_tracking:
         known = {str(LoggerType(tracker)) for tracker in get_available_trackers()} | {"all"}
         if missing := [name for name in args.report_to if name not in known]:
@@ -72,7 +76,7 @@ def start_run(args: RunArguments) -> Iterator[Accelerator]:
         options |= {"log_with": args.report_to, "project_config": logs}
     accelerator = create_accelerator(args.mixed_precision, **options)
     create_folder(args.output_dir)
-    with folder_lock(args.output_dir) if accelerator.is_main_process else nullcontext():
+    with compiler, folder_lock(args.output_dir) if accelerator.is_main_process else nullcontext():
         if args.do_train:
             # What is wrong with the folder is said at once. An earlier run in it is removed when training begins:
             # until then, a misspelled name or a refused token leaves it as it is.
