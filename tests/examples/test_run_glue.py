@@ -547,6 +547,21 @@ def test_labels_of_another_type_are_sought_by_name(names, values, checkpoint, fi
     assert scored["validation"] == pytest.approx(trained["validation"], rel=1e-5)
 
 
+def test_numbers_for_named_classes_are_said(checkpoint, filler, write_rows, tmp_path, capsys):
+    """A file that counts its classes from 1 would be scored as another one."""
+    rows = [{"text": filler(5, i), "label": ("bad", "good")[i % 2]} for i in range(20)]
+    files = ["--train_file", write_rows(rows), "--validation_file", write_rows(rows)]
+    trained, _ = run(checkpoint, tmp_path, *files, "--max_train_steps", "1")
+    model, note = str(tmp_path / "output"), "The validation set: labels that are numbers count"
+    assert note not in capsys.readouterr().out
+    for name, labels in (("names", ("bad", "good")), ("numbers", (0, 1))):
+        other = write_rows([row | {"label": labels[i % 2]} for i, row in enumerate(rows)])
+        scored, _ = run(model, tmp_path / name, "--no_do_train", "--validation_file", other)
+        assert scored["validation"] == pytest.approx(trained["validation"], rel=1e-5)
+        said = capsys.readouterr().out
+        assert (f"{note} the model's classes from 0: 0 is 'bad', 1 is 'good'." in said) == (name == "numbers")
+
+
 def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
     words = ("good", "bad", "year")
     rows = []

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
+from datasets import Dataset, Value
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
@@ -368,6 +368,23 @@ class TextClassificationRun(FinetuningRun):
 
     def notes(self, split: str, rows: Dataset) -> list[str]:
         """As `FinetuningRun.notes`."""
+        return self._numbers_for_names(split) + self._lengths(split, rows)
+
+    def _numbers_for_names(self, split: str) -> list[str]:
+        """Says which classes of a finished model labels without names are."""
+        column, names = self.task.label_column, self.label_names
+        by_place = self.ids is not None and 0 in self.ids and "0" not in names and names != unnamed_classes(len(names))
+        if self.args.do_train or self.task.label_names is not None or not by_place or split not in self.labelled:
+            return []
+        feature = self.examples[split].features[column]
+        feature = getattr(feature, "feature", feature)  # of lists
+        if not (isinstance(feature, Value) and feature.dtype.startswith(("int", "uint"))):
+            return []
+        first = ", ".join(f"{i} is {name!r}" for i, name in enumerate(names[:3]))
+        return [f"labels that are numbers count the model's classes from 0: {first}{', …' if len(names) > 3 else '.'}"]
+
+    def _lengths(self, split: str, rows: Dataset) -> list[str]:
+        """Says which part of long documents is read."""
         number, strategy = len(self.examples[split]), self.args.truncation_strategy
         documents, truncated = (torch.tensor(list(rows[name])) for name in ("document", "truncated"))
         cut = len(documents[truncated].unique())
