@@ -58,11 +58,11 @@ def written(path):
 
 
 def test_numbers_are_clipped_only_to_a_scale_that_is_known(tmp_path):
-    numbers = torch.tensor([[-1.0], [0.25], [4.75], [7.0]])
+    numbers = torch.tensor([[-1.0], [0.25], [4.7], [1234567.75]])  # the last one needs all digits of float32
     write_predictions(tmp_path / "any.tsv", TASKS["number"], numbers, [])
     write_predictions(tmp_path / "stsb.tsv", GLUE_TASKS["stsb"], numbers, [])
-    assert written(tmp_path / "any.tsv") == ["-1", "0.25", "4.75", "7"]
-    assert written(tmp_path / "stsb.tsv") == ["0", "0.25", "4.75", "5"]
+    assert written(tmp_path / "any.tsv") == ["-1", "0.25", "4.7", "1234567.8"]
+    assert written(tmp_path / "stsb.tsv") == ["0", "0.25", "4.7", "5"]
 
 
 def test_a_class_of_several_is_predicted_from_one_half_on(tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, Value
@@ -219,7 +220,8 @@ def write_predictions(path: str | os.PathLike, task: TextTask, logits: Tensor, l
     names = task.prediction_names or label_names
     if task.regression:
         values = logits[:, 0].clamp(0, 5) if task.metric == "stsb" else logits[:, 0]
-        predictions = [f"{value:.6g}" for value in values.tolist()]
+        # The fewest digits that give the same number again.
+        predictions = [np.format_float_positional(value, trim="-") for value in values.float().numpy()]
     elif task.multi_label:
         chosen = (logits > 0).tolist()
         predictions = [
