@@ -121,6 +121,12 @@ def has_decimals(dataset: Dataset, column: str) -> bool:
     return str(getattr(_label_feature(dataset, column), "dtype", "")).startswith(("float", "double"))
 
 
+def has_integers(dataset: Dataset, column: str) -> bool:
+    """Whether labels are integers that have no names in the data set."""
+    feature = _label_feature(dataset, column)
+    return isinstance(feature, Value) and feature.dtype.startswith(("int", "uint"))
+
+
 def _label_values(dataset: Dataset, column: str, labels: Sequence[Any], delimiter: str | None) -> list[Any]:
     """The labels, by name if the data set numbers them; lists of labels if a row has several."""
     feature = _label_feature(dataset, column)

@@ -303,10 +303,9 @@ def pretraining_dataset(
             the text, more than half of the text is in words that are too long to be words, or the documents give no
             row.
     """
-    check_options(tokenizer, max_length, short_seq_prob, text_column, dataset.column_names)
-    check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
-    build_rows = partial(
-        build_pretraining_rows,
+    build_rows = checked_row_builder(
+        dataset,
+        dataset.column_names,
         tokenizer=tokenizer,
         max_length=max_length,
         short_seq_prob=short_seq_prob,
@@ -316,8 +315,6 @@ def pretraining_dataset(
         with_word_starts=with_word_starts,
         sentence_order=sentence_order,
     )
-    if with_word_starts:
-        check_words(dataset, build_rows, text_column)
     rows = dataset.map(
         with_code(build_rows),
         with_indices=True,
@@ -333,6 +330,23 @@ def pretraining_dataset(
         raise ValueError(f"The column {text_column!r} of the {len(dataset)} documents contains no text.")
     rows = rows.remove_columns("index").add_column("index", np.arange(len(rows)))
     return rows.with_format("numpy")
+
+
+def checked_row_builder(
+    documents: Dataset | IterableDataset, column_names: Sequence[str], **options: Any
+) -> Callable[..., dict[str, list]]:
+    """[`build_pretraining_rows`] with its options, after the checks of these and of a sample of the documents.
+
+    Raises:
+        ValueError: as [`pretraining_dataset`], but for documents that give no row.
+    """
+    tokenizer, text_column = options["tokenizer"], options["text_column"]
+    check_options(tokenizer, options["max_length"], options["short_seq_prob"], text_column, column_names)
+    check_known_documents(documents, [text_column], tokenizer, f"the column {text_column!r}")
+    build_rows = partial(build_pretraining_rows, **options)
+    if options["with_word_starts"]:
+        check_words(documents, build_rows, text_column)
+    return build_rows
 
 
 def check_words(

@@ -4,7 +4,6 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from .loading import Collator, Step, deal, unchanged, without_signals
-from .pretraining import MAX_ROWS_OF_A_DOCUMENT, build_pretraining_rows, check_options, check_words
+from .pretraining import MAX_ROWS_OF_A_DOCUMENT, checked_row_builder
 from .rows import MOST_BYTES
-from .unknown_text import check_known_documents
 
 # Number of documents of a lane that are tokenized together.
 DOCUMENTS_OF_A_BATCH = 64
@@ -314,10 +312,9 @@ def pretraining_stream(
     Raises:
         ValueError: as [`pretraining_dataset`], and if the stream contains no document.
     """
-    check_options(tokenizer, max_length, short_seq_prob, text_column, stream_columns(documents))
-    check_known_documents(documents, [text_column], tokenizer, f"the column {text_column!r}")
-    build_rows = partial(
-        build_pretraining_rows,
+    build_rows = checked_row_builder(
+        documents,
+        stream_columns(documents),
         tokenizer=tokenizer,
         max_length=max_length,
         short_seq_prob=short_seq_prob,
@@ -327,7 +324,5 @@ def pretraining_stream(
         with_word_starts=with_word_starts,
         sentence_order=sentence_order,
     )
-    if with_word_starts:
-        check_words(documents, build_rows, text_column)
     blank = {"input_ids": [tokenizer.mask_token_id], "sentence_starts": [], "word_starts": [True], "index": 0}
     return StreamLoader(documents, build_rows, collate_fn, seed=seed, blank=blank, **options)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import Dataset, Value
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
@@ -23,6 +23,7 @@ from ..data.classification import (
     class_labels,
     classification_dataset,
     has_decimals,
+    has_integers,
     has_lists,
     require_column,
     require_kind_of_labels,
@@ -146,16 +147,19 @@ def task_classes(task: TextTask, train_set: Dataset) -> tuple[dict[Any, int], li
 def _require_distinct(names: Sequence[str], column: str) -> None:
     seen: dict[str, str] = {}
     for name in names:
-        if (other := seen.setdefault(name.strip(), name)) != name or not name.strip():
-            fault = f"a label that is blank, {name!r}" if not name.strip() else f"the labels {other!r} and {name!r}"
-            raise ValueError(
-                f"The column {column!r} of the train set has {fault}: without the white space around them, labels "
-                "must differ, and must not be empty. Correct them."
-            )
+        bare = name.strip()
+        if bare and seen.setdefault(bare, name) == name:
+            continue
+        fault = f"the labels {seen[bare]!r} and {name!r}" if bare else f"a label that is blank, {name!r}"
+        raise ValueError(
+            f"The column {column!r} of the train set has {fault}: without the white space around them, labels must "
+            "differ, and must not be empty. Correct them."
+        )
 
 
-# The name of a class that is a number, as files have them.
-_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)")
+def _has_numbers(names: Sequence[str]) -> bool:
+    """Whether names of classes are numbers. Numbers in the data are then names, not places."""
+    return any(re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", name) for name in names)
 
 
 def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
@@ -339,7 +343,7 @@ class TextClassificationRun(FinetuningRun):
             return None, []
         if self.task.label_names is None:
             ids, _ = _named(names)
-            if any(map(_NUMBER.fullmatch, names)):  # numbers in the data are names, not places
+            if _has_numbers(names):
                 ids = {name: i for i, name in enumerate(names)}
                 if all(name.lstrip("-").isdecimal() for name in names):
                     ids |= {int(name): i for i, name in enumerate(names)}
@@ -374,13 +378,12 @@ class TextClassificationRun(FinetuningRun):
 
     def _numbers_for_names(self, split: str) -> list[str]:
         """Says which classes of a finished model labels without names are."""
-        column, names = self.task.label_column, self.label_names
-        by_place = self.ids is not None and 0 in self.ids and "0" not in names and names != unnamed_classes(len(names))
-        if self.args.do_train or self.task.label_names is not None or not by_place or split not in self.labelled:
+        task, names = self.task, self.label_names
+        if self.args.do_train or task.regression or task.label_names is not None or split not in self.labelled:
             return []
-        feature = self.examples[split].features[column]
-        feature = getattr(feature, "feature", feature)  # of lists
-        if not (isinstance(feature, Value) and feature.dtype.startswith(("int", "uint"))):
+        if _has_numbers(names) or names == unnamed_classes(len(names)):
+            return []
+        if not has_integers(self.examples[split], task.label_column):
             return []
         first = ", ".join(f"{i} is {name!r}" for i, name in enumerate(names[:3]))
         return [f"labels that are numbers count the model's classes from 0: {first}{', …' if len(names) > 3 else '.'}"]
