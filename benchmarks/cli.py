@@ -345,7 +345,12 @@ def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 def time_decoding(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    results = {"command": shlex.join(["python", "-m", "benchmarks", *argv]), **circumstances(arguments), "results": {}}
+    results = {
+        "schema_version": SCHEMA_VERSION,
+        "command": shlex.join(["python", "-m", "benchmarks", *argv]),
+        **circumstances(arguments),
+        "results": {},
+    }
     print(report.describe_machine(results))
     decoding.check(arguments.device)
     place = decoding.Place(arguments.device, DTYPES[arguments.dtype])
@@ -376,6 +381,24 @@ def read(path: str) -> dict:
     return results
 
 
+def is_decoding(results: dict) -> bool:
+    """Whether a result file is of `decode`, whose rows are kept by measure."""
+    return isinstance(results["results"], dict)
+
+
+def show_table(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    results = read(arguments.file)
+    if not is_decoding(results):
+        layout = arguments.layout
+        print(report.paper_table(results, layout, arguments.against) if layout else report.table(results))
+        return
+    if arguments.layout:
+        parser.error(f"argument --layout: {arguments.file} is of `decode`; leave it out")
+    print(report.describe_machine(results))
+    for what, rows in results["results"].items():
+        print(f"\n{report.decoding_table(what, rows, decoding.SIZES)}")
+
+
 def list_workloads() -> None:
     for workload in WORKLOADS.values():
         print(f"--{workload.kind} {workload.name}: {workload.title.format(**describe_setting(Setting(length=0)))}")
@@ -398,6 +421,8 @@ def plot(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
     if arguments.labels and len(arguments.labels) != len(arguments.contenders or ()):
         parser.error("argument --labels: give one for each of --contenders")
     results, path = read(arguments.file), arguments.output or os.path.splitext(arguments.file)[0] + ".png"
+    if is_decoding(results):
+        parser.error(f"argument file: {arguments.file} is of `decode`, which only `table` shows")
     report.require_plotting(path, "--output")
     stem, ending = os.path.splitext(path)
     for scheme in arguments.color_schemes or [None]:
@@ -458,16 +483,13 @@ def main(argv: list[str] | None = None) -> int:
         require_positive(parser, arguments, "repeats", "lengths", "threads")
         return time_decoding(arguments, argv)
     if arguments.command == "collators":
+        require_positive(parser, arguments, "batch_size", "lengths")
         for length in arguments.lengths:
             print(collators.table(arguments.batch_size, length), end="\n\n")
     elif arguments.command == "list":
         list_workloads()
     elif arguments.command == "table":
-        results = read(arguments.file)
-        if arguments.layout:
-            print(report.paper_table(results, arguments.layout, arguments.against))
-        else:
-            print(report.table(results))
+        show_table(parser, arguments)
     elif arguments.command == "architectures":
         return show_architectures()
     elif arguments.command == "capabilities":

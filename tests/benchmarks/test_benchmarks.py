@@ -26,6 +26,14 @@ QUICK = ["--repeats", "2", "--max_seconds", "1", "--one_process"]
 ON_A_GPU = {"ours-kernels", "ours-pytorch"}
 OPERATIONS = [name for name, workload in WORKLOADS.items() if workload.kind == "op"]
 
+COMMANDS = ("python -m benchmarks run ", "python -m benchmarks decode ")
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+KEPT = [
+    path
+    for path in sorted(FOLDER.glob("*.json"))
+    if json.loads(path.read_text()).get("command", "").startswith(COMMANDS)
+]
+
 ROW = {
     "workload",
     "contender",
@@ -443,6 +451,19 @@ def test_list_names_every_workload_and_contender(capsys):
         assert workload.name in words and set(workload.contenders) <= set(words)
 
 
+@pytest.mark.parametrize("flag", ["--batch_size", "--lengths"])
+def test_collators_need_a_row_of_a_token(capsys, flag):
+    with pytest.raises(SystemExit):
+        cli.main(["collators", flag, "0"])
+    assert f"argument {flag}: must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_kept_results_of_run_and_decode_are_printed(capsys, path):
+    cli.main(["table", str(path)])
+    assert json.loads(path.read_text())["created"] in capsys.readouterr().out
+
+
 def test_collators_are_timed(capsys):
     cli.main(["collators", "--batch_size", "2", "--lengths", "32"])
     printed = capsys.readouterr().out
@@ -463,3 +484,13 @@ def test_decoding_is_timed_beside_exact_attention(capsys, tmp_path):
     assert results["decode"][0]["state_bytes"] == 4 * 4 * 64 * 65 * 4 + 16
     assert results["decode"][1]["state_bytes"] == 2 * 4 * 256 * 48 * 4
     assert all(row["seconds"]["median"] > 0 and row["peak_bytes"] > 0 for row in results["train"])
+
+    cli.main(["table", str(output)])
+    again = capsys.readouterr().out
+    assert again.strip() == printed.strip()
+    with pytest.raises(SystemExit):
+        cli.main(["plot", str(output)])
+    assert "is of `decode`, which only `table` shows" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["table", str(output), "--layout", next(iter(report.LAYOUTS))])
+    assert "argument --layout" in capsys.readouterr().err
