@@ -175,6 +175,17 @@ def test_an_empty_field_of_a_table_is_a_row_without_labels(name, rows, tokenizer
         require_labels(data, "label", False, "the train set")
 
 
+def test_an_empty_text_of_a_table_is_refused_and_one_of_a_jsonl_file_is_a_text(tokenizer, tmp_path):
+    (tmp_path / "x.csv").write_text("text,pair,label\narray,axis,0\nbatch,,1\n")
+    (tmp_path / "x.jsonl").write_text('{"text": "batch", "pair": "", "label": 1}\n')
+    table, lines = (load_files(tmp_path / name, cache_dir=tmp_path) for name in ("x.csv", "x.jsonl"))
+    options = {"text_column": ("text", "pair")}
+    with pytest.raises(ValueError, match=r"'pair' .* no value in row 2\. An empty field .* in \.jsonl files, \"\" is"):
+        classification_dataset(table, tokenizer, 8, **options)
+    found = classification_dataset(lines, tokenizer, 8, **options)
+    assert tokenizer.decode(found["input_ids"][0]) == "[CLS] batch [SEP] [SEP]"
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [

@@ -49,7 +49,11 @@ def require_column(dataset: Dataset, column: str, where: str, values: bool = Tru
     for row, batch in _batches(dataset, column) if values else ():
         if batch.null_count:
             row += batch.is_null().to_pylist().index(True)
-            raise ValueError(f"The column {column!r} of {where} has no value in row {row}.")
+            is_table = dataset.builder_name == "csv"
+            hint = (
+                ' An empty field of a .csv or .tsv file is no value; in .jsonl files, "" is an empty text.' * is_table
+            )
+            raise ValueError(f"The column {column!r} of {where} has no value in row {row}.{hint}")
 
 
 def require_texts(dataset: Dataset, column: str, where: str, flag: str | None = None) -> None:
