@@ -11,7 +11,7 @@ from benchmarks.architectures import ARCHITECTURES
 REFUSALS = {
     "BART, whole (causal decoder)": "decoder.* is causal.*get_encoder",
     "CLIP, whole (causal text)": "model_type='clip_text_model' needs a causal mask",
-    "T5 encoder": "position_bias, a bias for each pair of tokens",
+    "T5 encoder": "relative_attention_bias of .* is a position bias",
     "GPT-2": "is causal",
     "Llama": "is causal",
     "DeBERTa-v2": "computes its attention itself",
@@ -19,8 +19,8 @@ REFUSALS = {
     "RoFormer": "computes its attention itself",
     "Longformer": "computes its attention itself",
     "WavLM": "computes its attention itself",
-    "BEiT with relative positions": "takes no bias of the scores",
-    "Swin": "takes no bias of the scores",
+    "BEiT with relative positions": "relative_position_bias of .* is a position bias",
+    "Swin": "relative_position_bias of .* is a position bias",
 }
 
 

@@ -186,7 +186,13 @@ def test_numbers_of_numpy_are_saved(tmp_path):
         ("ALBERT", {"layers": [0]}, "The 2 layers share 1 attention module, so their settings cannot differ"),
         ("SigLIP, both parts", {"layers": [0]}, "this model has several"),
         ("MPNet", {}, "MPNetModel computes its attention itself"),
-        ("T5 encoder", {}, 'SelfAttention of T5EncoderModel adds position_bias.*keep attn_implementation="sdpa"'),
+        (
+            "T5 encoder",
+            {},
+            'SelfAttention.relative_attention_bias of T5EncoderModel is a position bias.*keep attn_impl.*="sdpa"',
+        ),
+        ("BEiT with relative positions", {}, "layers.0.relative_position_bias of BeitModel is a position bias"),
+        ("Swin", {}, "relative_position_bias of SwinModel is a position bias"),
         ("BART, its encoder", {}, "decoder.layers.0.self_attn of BartModel is causal"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -197,6 +203,23 @@ def test_what_cannot_be_is_refused(name, arguments, says):
     with pytest.raises(ValueError, match=says):
         use_nystrom(model, **arguments)
     assert (model.config.to_dict(), model.config._attn_implementation) == before
+
+
+@pytest.mark.parametrize(
+    ("model_class", "fields", "says"),
+    [
+        ("Beit", {"use_shared_relative_position_bias": True}, "shared_position_bias of BeitModel"),
+        ("LayoutLMv3", {"coordinate_size": 6, "shape_size": 4, "visual_embed": False}, "encoder.rel_pos_bias of"),
+        ("Wav2Vec2Bert", {"position_embeddings_type": "relative"}, "self_attn.linear_pos of"),
+        ("Wav2Vec2Bert", {"position_embeddings_type": "relative_key"}, "self_attn.distance_embedding of"),
+    ],
+)
+def test_a_position_bias_is_refused_before_it_is_trained(model_class, fields, says):
+    """At zero, as it starts in some models, it would only be refused after training."""
+    fields = fields | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(transformers, f"{model_class}Config")(**fields)
+    with pytest.raises(ValueError, match=says):
+        use_nystrom(getattr(transformers, f"{model_class}Model")(config))
 
 
 def test_other_things_are_refused():

@@ -27,6 +27,18 @@ DEFAULT_LANDMARKS = 64
 DEFAULT_ITERATIONS = 6
 # The attribute for the layer number that `use_nystrom` sets on modules without `layer_idx`.
 MARK = "nystrom_layer_idx"
+# The modules from which models of Transformers compute a bias for each pair of tokens. Such a bias may start at zero,
+# so that only the trained model would be refused when it is called.
+POSITION_BIASES = (
+    "relative_attention_bias",  # T5, in its first layer for all
+    "relative_position_bias",  # BEiT, Swin
+    "shared_position_bias",  # BEiT, in its encoder for all layers
+    "rel_pos_bias",  # LayoutLMv3
+    "rel_pos_x_bias",
+    "linear_pos",  # Wav2Vec2-BERT and Wav2Vec2-Conformer with "relative" positions
+    "distance_embedding",  # Wav2Vec2-BERT with "relative_key" positions
+    "relative_k_proj",  # Parakeet
+)
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -95,8 +107,8 @@ def use_nystrom(
     Returns: the model. Its configuration holds the settings, which `save_pretrained` keeps.
 
     Raises ValueError for a model whose attention does not go through Transformers' `AttentionInterface`, for causal
-    attention, for T5's bias of the scores, for layers that do not exist, and for numbers below 1. The model is then
-    unchanged.
+    attention, for a learned position bias (T5, BEiT, Swin), for layers that do not exist, and for numbers below 1. The
+    model is then unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"use_nystrom() takes a model of Transformers, not a {_other_kind(model)}.")
@@ -173,12 +185,12 @@ def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
             f"{name} computes its attention itself, not through Transformers' AttentionInterface, so it cannot be "
             "replaced: choose another architecture."
         )
-    # T5's way: the first layer's bias is added to the scores of all layers.
-    if path := next((path for path, module in attentions.items() if hasattr(module, "relative_attention_bias")), None):
-        raise ValueError(
-            f"{path} of {name} adds position_bias, a bias for each pair of tokens, to the scores of its layers, which "
-            'landmarks cannot represent: keep attn_implementation="sdpa", or choose another architecture.'
-        )
+    for path in attentions:
+        if bias := _position_bias(model, path):
+            raise ValueError(
+                f"{bias} of {name} is a position bias, added to the scores of each pair of tokens, which landmarks "
+                'cannot represent: keep attn_implementation="sdpa", or choose another architecture.'
+            )
     for path, module in attentions.items():
         # Modules may be marked as causal although the configuration makes the model bidirectional.
         if getattr(module, "is_causal", False) is True and getattr(_config_of(module), "is_causal", True):
@@ -188,6 +200,18 @@ def _attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
                 "causal models see the LinearTransformer family."
             )
     return attentions
+
+
+def _position_bias(model: nn.Module, path: str) -> str | None:
+    """The name of a learned position bias of the attention module at `path`, or of the modules around it, which give
+    one bias to all their layers; None if there is none."""
+    parts = path.split(".")
+    for depth in range(len(parts), -1, -1):
+        around = ".".join(parts[:depth])
+        children = dict(model.get_submodule(around).named_children())
+        if found := next((name for name in POSITION_BIASES if name in children), None):
+            return f"{around}.{found}".removeprefix(".")
+    return None
 
 
 @functools.cache
