@@ -286,11 +286,36 @@ def test_misspelt_argument_is_refused():
             {"sentence_order_label": torch.tensor([2])},
             "sentence_order_label must lie between 0 and 1, .*: correct",
         ),
+        (
+            "ForPreTraining",
+            {"sentence_order_label": torch.tensor([0, 1])},
+            r"sentence_order_label have shape \(2,\), but must be \(batch,\) = \(1,\)",
+        ),
+        (
+            "ForQuestionAnswering",
+            {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([1])},
+            r"start_positions have shape \(2,\), but must be \(batch,\) = \(1,\)",
+        ),
+        (
+            "ForQuestionAnswering",
+            {
+                "start_positions": torch.tensor([0]),
+                "end_positions": torch.tensor([1, 2]),
+                "attention_mask": torch.ones_like(IDS),
+            },
+            r"end_positions have shape \(2,\), but must be \(batch,\) = \(1,\)",
+        ),
+        ("ForSequenceClassification", {"labels": torch.tensor([0, 1])}, r"labels have shape \(2,\).*multi_label"),
     ],
 )
 def test_label_outside_is_refused(head, labels, message):
     with pytest.raises(ValueError, match=message):
         make_model("nystromformer-landmarks", head)(IDS, **labels)
+
+
+def test_another_number_of_right_choices_than_rows_is_refused():
+    with pytest.raises(ValueError, match=r"labels have shape \(2,\), but must be \(batch,\) = \(1,\)"):
+        make_model("nystromformer-landmarks", "ForMultipleChoice")(IDS.expand(1, 3, -1), labels=torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([1]), torch.tensor([[0.0, 1.0]])], ids=["class", "several"])

@@ -43,6 +43,14 @@ def require_labels_of_tokens(labels: Tensor, states: Tensor) -> None:
         )
 
 
+def require_labels_of_rows(labels: Tensor, rows: int, name: str, remedy: str = "") -> None:
+    """Raises ValueError, with a message that ends in the remedy, unless each row of a batch has one label."""
+    if labels.numel() != rows:
+        raise ValueError(
+            f"{name} have shape {tuple(labels.shape)}, but must be (batch,) = ({rows},), one a row.{remedy}"
+        )
+
+
 def require_labels(labels: Tensor, size: int, name: str, field: str | None = None, ignore_index: int = -100) -> None:
     """Raises ValueError unless labels lie between 0 and size - 1, or are `ignore_index`.
 

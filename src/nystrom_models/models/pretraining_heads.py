@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
-from .input_checks import reject_documents, require_labels, require_labels_of_tokens
+from .input_checks import reject_documents, require_labels, require_labels_of_rows, require_labels_of_tokens
 from .layers import activation
 from .losses import cross_entropy, ignore_padding, mean
 from .modeling_base import BaseModelOutput, BasePreTrainedModel
@@ -281,6 +281,7 @@ class BaseForPreTraining(BaseWithLMHead):
         )
         sop_loss = None
         if sentence_order_label is not None:
+            require_labels_of_rows(sentence_order_label, sop_logits.shape[0], "sentence_order_label")
             require_labels(sentence_order_label, 2, "sentence_order_label")
             sop_loss = cross_entropy(sop_logits, sentence_order_label)
             if num_items_in_batch is not None and labels is not None:

@@ -22,6 +22,7 @@ from .input_checks import (
     require,
     require_choices,
     require_labels,
+    require_labels_of_rows,
     require_labels_of_tokens,
     require_one_input,
     require_pairs,
@@ -141,12 +142,13 @@ class BaseForSequenceClassification(BasePreTrainedModel):
                 "labels of several classes a row must lie between 0 and 1: 1 for those that it has, 0 for all others.",
             )
             return binary_cross_entropy(logits, labels, num_items_in_batch)
-        if labels.numel() != logits.shape[0]:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)}, but must be (batch,) = ({logits.shape[0]},), one class a "
-                f"row. For several classes a row give floats (batch, num_labels) = {tuple(logits.shape)} and "
-                'problem_type="multi_label_classification".'
-            )
+        require_labels_of_rows(
+            labels,
+            logits.shape[0],
+            "labels",
+            f" For several classes a row give floats (batch, num_labels) = {tuple(logits.shape)} and "
+            'problem_type="multi_label_classification".',
+        )
         require_labels(labels, self.num_labels, "labels", "num_labels")
         return cross_entropy(logits, labels, num_items_in_batch)
 
@@ -256,6 +258,8 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
+            require_labels_of_rows(start_positions, start_logits.shape[0], "start_positions")
+            require_labels_of_rows(end_positions, end_logits.shape[0], "end_positions")
             start_loss = self._loss(start_logits, start_positions, attention_mask, num_items_in_batch)
             end_loss = self._loss(end_logits, end_positions, attention_mask, num_items_in_batch)
             loss = (start_loss + end_loss) / 2
@@ -336,6 +340,7 @@ class BaseForMultipleChoice(BasePreTrainedModel):
         logits = self.classifier(self.activation(self.pre_classifier(pooled))).view(-1, choices)
         loss = None
         if labels is not None:
+            require_labels_of_rows(labels, logits.shape[0], "labels")
             require_labels(labels, choices, "labels")
             loss = cross_entropy(logits, labels, num_items_in_batch)
         return MultipleChoiceModelOutput(
