@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole models: errors against the paper's equations in float64 on the states of the model, and known answers."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -279,6 +280,14 @@ def test_wrong_options_are_refused_by_name(options, message):
     without_tokens = {"input_ids": torch.full((1, 5), 3), "attention_mask": torch.zeros(1, 5, dtype=torch.long)}
     with pytest.raises(ValueError, match="inputs have no valid token"):
         inspect_attention(make_model("Bert"), [without_tokens])
+
+
+def test_numbers_of_numpy_are_taken():
+    inputs, model = alone([37]), make_model("Bert")
+    found = inspect_attention(model, inputs, num_landmarks=np.array([4, 8]), layers=np.array([1]))
+    expected = inspect_attention(model, inputs, num_landmarks=[4, 8], layers=[1])
+    assert found.settings == expected.settings and found.layers.keys() == expected.layers.keys() == {1}
+    assert {type(setting.num_landmarks) for setting in found.settings} == {int}  # which JSON can hold
 
 
 def test_layers_that_see_rows_of_different_lengths_are_inspected_one_after_the_other():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's attention measured on its own inputs, layer by layer."""
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -66,11 +67,17 @@ def inspect_attention(
         ValueError: for numbers below 1, for layers or a token that do not exist, for inputs without a valid token, for
             layers that attend to rows of different lengths, and for models that cannot be inspected.
     """
+    # NumPy's arrays have no truth value, and their integers are not Python's.
+    num_landmarks, pinv_iterations = (
+        list(map(operator.index, num_landmarks)),
+        list(map(operator.index, pinv_iterations)),
+    )
     for name, numbers in (("num_landmarks", num_landmarks), ("pinv_iterations", pinv_iterations)):
         if not numbers or min(numbers) < 1:
-            raise ValueError(f"{name} must be numbers of at least 1, but is {list(numbers)}.")
+            raise ValueError(f"{name} must be numbers of at least 1, but is {numbers}.")
     if max_rows < 2:
         raise ValueError(f"max_rows must be at least 2, but is {max_rows}.")
+    layers = None if layers is None else set(map(operator.index, layers))
     if layers is not None and not layers:
         raise ValueError("layers is empty: give the numbers of attention layers, or None for all.")
     measuring = _Measuring(model, num_landmarks, pinv_iterations, max_rows, layers, token, seed, on_layer)
@@ -79,7 +86,7 @@ def inspect_attention(
         skipped |= visit_attention(model, call, measuring.visit)
     if not measuring.seen:
         raise ValueError("inputs is empty: give the arguments of at least one call of the model.")
-    if layers is not None and (unknown := sorted(set(layers) - measuring.seen)):
+    if layers is not None and (unknown := sorted(layers - measuring.seen)):
         raise ValueError(f"layers names {unknown}, but the model's attention layers are 0 to {max(measuring.seen)}.")
     found = dict(sorted(measuring.layers.items()))
     if not found:
