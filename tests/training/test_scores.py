@@ -108,6 +108,13 @@ def test_labels_of_fewer_bits_are_scored_like_others():
         assert right.tolist() == [1, 1] and number.tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("predictions", [2, 4])
+def test_another_number_of_predictions_than_labels_is_refused(predictions):
+    labels = torch.tensor([[2, -100, 1], [-100, 0, -100]])
+    with pytest.raises(ValueError, match=f"There are {predictions} predictions, and another number of labels"):
+        classification_scores(torch.zeros(predictions, 3), labels, "loss", "accuracy", False)
+
+
 def test_each_class_of_a_row_counts_by_itself():
     logits, labels = torch.tensor([[0.2, -0.2, 3.0], [-4.0, 0.3, -0.1]]), torch.tensor([[1.0, 0, 0], [0, 0, 1]])
     scores = MultiLabelObjective().scores(SimpleNamespace(logits=logits), {"labels": labels})

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.input_checks import require
+
 Batch = Mapping[str, Tensor]
 
 
@@ -80,6 +82,12 @@ def classification_scores(
     everywhere = logits.shape[:-1] == labels.shape
     rows = mask if mask.ndim > 1 else mask[:, None]
     # Not by indexing with the mask: on a GPU, the host would wait for the number of labels in every step.
+    if not everywhere:
+        require(
+            mask.sum() == len(logits),
+            f"There are {len(logits)} predictions, and another number of labels: with sparse_prediction, the model "
+            "must predict each token whose label is not -100, and no other.",
+        )
     right = ((predicted if everywhere else _spread(predicted, mask)) == labels) & mask
     scores = {accuracy: _sums_by_row(right.view_as(rows), rows)}
     if with_loss:
