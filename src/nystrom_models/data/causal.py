@@ -173,7 +173,13 @@ def build_causal_rows(
     return pack_rows(encode_documents(documents, indices, tokenizer, text_column), block_size)
 
 
-def _check(tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str, column_names: Sequence[str]) -> None:
+def _check(
+    documents: Dataset | IterableDataset,
+    column_names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    text_column: str,
+) -> None:
     if text_column not in column_names:
         raise ValueError(f"text_column={text_column!r} does not exist; the columns are {list(column_names)}.")
     if not 2 <= block_size <= tokenizer.model_max_length:
@@ -185,6 +191,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str
         raise ValueError(
             "tokenizer must have an eos token and must not end texts with it: use causal_tokenizer(tokenizer)."
         )
+    check_known_documents(documents, [text_column], tokenizer, f"the column {text_column!r}")
 
 
 def causal_dataset(
@@ -222,8 +229,7 @@ def causal_dataset(
             tokenizer was not made by [`causal_tokenizer`] or knows less than half of the text, or the documents give
             no row.
     """
-    _check(tokenizer, block_size, text_column, dataset.column_names)
-    check_known_documents(dataset, [text_column], tokenizer, f"the column {text_column!r}")
+    _check(dataset, dataset.column_names, tokenizer, block_size, text_column)
     options: dict[str, Any] = {"batched": True, "load_from_cache_file": load_from_cache_file}
     tokens = dataset.map(
         with_code(partial(encode_documents, tokenizer=tokenizer, text_column=text_column)),
@@ -264,8 +270,7 @@ def causal_stream(
     Raises:
         ValueError: as [`causal_dataset`], and if the stream contains no document.
     """
-    _check(tokenizer, block_size, text_column, stream_columns(documents))
-    check_known_documents(documents, [text_column], tokenizer, f"the column {text_column!r}")
+    _check(documents, stream_columns(documents), tokenizer, block_size, text_column)
     build_rows = partial(build_causal_rows, tokenizer=tokenizer, block_size=block_size, text_column=text_column)
     blank = {"input_ids": [tokenizer.eos_token_id] * 2, "document_starts": [], "index": 0}
     options = {"documents_of_a_batch": DOCUMENTS_OF_A_BATCH, **options}
