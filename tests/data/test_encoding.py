@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nystrom_models.data import train_byte_level_tokenizer, train_character_tokenizer
-from nystrom_models.data.encoding import encode_texts
+from nystrom_models.data.encoding import NUM_CHARACTERS, encode_texts
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def any_tokenizer(request, texts):
     return train(texts, 400, show_progress=False)
 
 
-@pytest.mark.parametrize("size", [400, 1009, 250_000])
+@pytest.mark.parametrize("size", [400, 1009, NUM_CHARACTERS])
 def test_parts_give_the_tokens_of_whole_texts(any_tokenizer, texts, size):
     whole = any_tokenizer(texts, add_special_tokens=False, verbose=False)
     for number, (ids, ends, word_starts) in enumerate(encode_texts(texts, any_tokenizer, size)):
@@ -67,3 +67,14 @@ def test_a_chromosome_is_tokenized_in_parts(monkeypatch):
     assert max(sizes) <= 100_000 and sum(sizes) == 250_005
     assert tokenizer.decode(ids) == genome.lower() and tokenizer.decode(short.ids) == "acgt"
     assert ends.tolist() == list(range(1, 250_002)) and word_starts.all()
+
+
+@pytest.mark.parametrize("k", [3, 6, 7])
+def test_a_cut_does_not_change_the_frame_of_k_mers(k):
+    genome = "".join(random.Random(0).choices("ACGT", k=NUM_CHARACTERS + 6 * k))
+    whole = [genome[i : i + k] for i in range(0, len(genome), k)]
+    words = {word: number for number, word in enumerate(dict.fromkeys(["[UNK]", *whole]))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f".{{1,{k}}}"), behavior="isolated")
+    (found,) = encode_texts([genome], PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"))
+    assert found.ids.tolist() == [words[word] for word in whole]

@@ -9,7 +9,9 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 # The most characters that are tokenized at once. A tokenizer of characters needs about 500 bytes for each meanwhile.
-NUM_CHARACTERS = 250_000
+# Divisible by every number up to 10: tokens of so many bases each (k-mers) keep their frame in a chromosome that is
+# cut.
+NUM_CHARACTERS = 252_000
 
 # So many characters before the end of a part are searched for a space to cut at.
 LONGEST_WORD = 1000
