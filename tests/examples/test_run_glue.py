@@ -240,8 +240,8 @@ def test_stsb_is_regression(checkpoint, filler, write_rows, tmp_path):
         ),
         (
             "--task_name mrpc --train_file {train} --validation_file {train} --max_length 65",
-            "--max_length 65 is more than the 64 tokens that the model takes: lower it, or make the model longer "
-            "first: python -m nystrom_models convert .* OUT --family .* --max_length 65",
+            "--max_length 65 is more than the 64 tokens that the model takes: give --max_length 64 or less, or make "
+            "the model longer first: python -m nystrom_models convert .* OUT --family .* --max_length 65",
         ),
         (
             "--task_name mrpc --train_file {train} --validation_file {train} --max_length 65 "

@@ -252,7 +252,10 @@ def row_length(
             remedy = f", or make the model longer first: {command}"
         else:
             remedy = ""
-        raise ValueError(f"{flag} {value} is more than the {longest} tokens that the model takes: lower it{remedy}.")
+        raise ValueError(
+            f"{flag} {value} is more than the {longest} tokens that the model takes: give {flag} {longest} or "
+            f"less{remedy}."
+        )
     return value
 
 
