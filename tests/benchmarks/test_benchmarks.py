@@ -424,7 +424,7 @@ def test_plot(tmp_path, capsys):
 @pytest.mark.parametrize("command", [["run", "--plot"], ["plot", "result.json", "--output"]], ids=["run", "plot"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_measurement(command, monkeypatch):
     monkeypatch.setattr(cli, "measure", None)
-    monkeypatch.setattr(cli, "read", lambda path: {})
+    monkeypatch.setattr(cli, "read", lambda path: {"results": []})
     with pytest.raises(SystemExit, match=rf"{command[-1]} picture.pgn: .* end in .png, .svg or .pdf"):
         cli.main([*command, "picture.pgn"])
 
