@@ -108,6 +108,32 @@ def test_the_card_and_the_pipeline(trained):
     assert found == [("praise", "good"), ("blame", "bad old")]
 
 
+def test_the_lines_of_the_card_give_the_labels_of_the_script(rows, write_rows, tmp_path, capsys):
+    """Words of several tokens, of which only the first is trained."""
+    data = rows(24, length=8)
+    tokens = "".join(sorted({letter for row in data for word in row["tokens"] for letter in word}))
+    train_character_tokenizer([" ".join(tokens)] * 2, 60, model_max_length=512, show_progress=False).save_pretrained(
+        tmp_path / "tokens"
+    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    LinformerConfig(max_position_embeddings=512, projected_dim=8, **sizes).save_pretrained(tmp_path / "config")
+    start = ["--config_name", f"{tmp_path}/config", "--tokenizer_name", f"{tmp_path}/tokens"]
+    files = ["--train_file", write_rows(data), "--validation_file", write_rows(data[:2])]
+    files += ["--test_file", write_rows([{"tokens": row["tokens"]} for row in data[:4]])]
+    more = ["--output_dir", f"{tmp_path}/output", "--max_train_steps", "60", "--learning_rate", "3e-2"]
+    run_ner.main([*start, *files, *more, "--per_device_train_batch_size", "8"])
+    card = (tmp_path / "output" / "README.md").read_text()
+    snippet = card.split("```python\n")[1].split("```")[0].replace('"output"', repr(f"{tmp_path}/output"))
+    replaced = '["Replace", "these", "words", "by", "your", "own", "."]'
+    assert replaced in snippet
+    for row in predictions(tmp_path):
+        assert len(set(row["ner_tags"])) > 1
+        capsys.readouterr()
+        exec(snippet.replace(replaced, repr(row["tokens"])), {})
+        labelled = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert labelled == [list(pair) for pair in zip(row["tokens"], row["ner_tags"], strict=True)]
+
+
 @pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, RobertaTokenizer])
 def test_a_byte_level_tokenizer_reads_words_with_the_space_before_them(kind, rows, write_rows, tmp_path):
     """As in the texts that a pipeline gets."""

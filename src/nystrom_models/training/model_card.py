@@ -39,7 +39,7 @@ class _Task:
     purpose: str
     example: str = '"Replace this text by your own."'
     call: str = "model({})"
-    snippet: str | None = None  # where there is no pipeline: Python with {name}, {example} and {options}
+    snippet: str | None = None  # where no pipeline does: Python with {name}, {example} and {options}
 
 
 _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
@@ -54,6 +54,19 @@ inputs = tokenizer({example}, return_tensors="pt")
 outputs = model(**inputs)
 start, end = outputs.start_logits.argmax(), outputs.end_logits.argmax()
 print(tokenizer.decode(inputs["input_ids"][0, start : end + 1]))"""
+
+# A pipeline joins tokens to entities without regard to words, whose first token alone may be trained.
+_WORDS = """\
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name}{options})
+model = AutoModelForTokenClassification.from_pretrained({name}{options})
+words = {example}
+tokens = tokenizer(words, is_split_into_words=True, return_tensors="pt")
+labels = model(**tokens).logits[0].argmax(-1).tolist()
+first = dict(zip(reversed(tokens.word_ids()), reversed(labels)))  # the label of each word's first token
+for i, word in enumerate(words):
+    print(word, model.config.id2label[first[i]] if i in first else "O")"""
 
 # A pipeline joins the texts of a pair.
 _PAIR = """\
@@ -96,7 +109,12 @@ TASKS = {
         call="model({}, max_new_tokens=20)",
     ),
     "ForSequenceClassification": _Task("text-classification", "that classifies texts"),
-    "ForTokenClassification": _Task("token-classification", "that classifies tokens"),
+    "ForTokenClassification": _Task(
+        "token-classification",
+        "that classifies tokens",
+        '["Replace", "these", "words", "by", "your", "own", "."]',
+        snippet=_WORDS,
+    ),
     "ForQuestionAnswering": _Task(
         "question-answering",
         "that finds the answer to a question in a text",

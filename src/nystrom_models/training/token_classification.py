@@ -188,7 +188,7 @@ class TokenClassificationRun(FinetuningRun):
         if split == "train" and (word := next(words, None)) and reads_spaces(self.tokenizer, word):
             found.append(
                 "This tokenizer has other tokens for a text with spaces than for its words, which it learns from. "
-                "Give the finished model lists of words, to a pipeline with is_split_into_words=True; or train on "
+                "Give the finished model lists of words, as its model card shows; or train on "
                 f"lists in which the spaces are words, too, labelled {OUTSIDE}."
             )
         return found
