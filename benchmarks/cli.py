@@ -264,6 +264,12 @@ def circumstances(arguments: argparse.Namespace) -> dict:
     }
 
 
+def heading(arguments: argparse.Namespace, argv: list[str]) -> dict:
+    """What a result file has besides the results."""
+    command = shlex.join(["python", "-m", "benchmarks", *argv])
+    return {"schema_version": SCHEMA_VERSION, "command": command, **circumstances(arguments)}
+
+
 def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -277,13 +283,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: li
     workloads = selected_workloads(parser, arguments)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    results = {
-        "schema_version": SCHEMA_VERSION,
-        "command": shlex.join(["python", "-m", "benchmarks", *argv]),
-        **circumstances(arguments),
-        "apart": not arguments.one_process,
-        "results": [],
-    }
+    results = {**heading(arguments, argv), "apart": not arguments.one_process, "results": []}
     for workload in workloads:
         chosen = arguments.contenders and [name for name in arguments.contenders if name in workload.contenders]
         for setting in settings(arguments, backward=arguments.backward):
@@ -345,12 +345,7 @@ def time_kernels(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 def time_decoding(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    results = {
-        "schema_version": SCHEMA_VERSION,
-        "command": shlex.join(["python", "-m", "benchmarks", *argv]),
-        **circumstances(arguments),
-        "results": {},
-    }
+    results = {**heading(arguments, argv), "results": {}}
     print(report.describe_machine(results))
     decoding.check(arguments.device)
     place = decoding.Place(arguments.device, DTYPES[arguments.dtype])
@@ -375,7 +370,9 @@ def read(path: str) -> dict:
         with open(path, encoding="utf-8") as file:
             results = json.load(file)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} is not a file that `python -m benchmarks run --output` wrote: {error}") from error
+        raise SystemExit(
+            f"{path} is not a file that `python -m benchmarks` wrote with `run --output` or `decode --output`: {error}"
+        ) from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         raise SystemExit(f"{path}: not a result file of schema version {SCHEMA_VERSION}; run the benchmark again")
     return results

@@ -55,6 +55,14 @@ def rows(filler):
     return make
 
 
+def new_model(folder, tokenizer, length):
+    """The flags of a small model with these tokens that nobody has trained."""
+    tokenizer.save_pretrained(folder / "tokens")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    LinformerConfig(max_position_embeddings=length, projected_dim=8, **sizes).save_pretrained(folder / "config")
+    return ["--config_name", f"{folder}/config", "--tokenizer_name", f"{folder}/tokens"]
+
+
 def predictions(folder, split="test"):
     return [json.loads(line) for line in Path(folder, "output", f"{split}_predictions.jsonl").read_text().splitlines()]
 
@@ -112,12 +120,8 @@ def test_the_lines_of_the_card_give_the_labels_of_the_script(rows, write_rows, t
     """Words of several tokens, of which only the first is trained."""
     data = rows(24, length=8)
     tokens = "".join(sorted({letter for row in data for word in row["tokens"] for letter in word}))
-    train_character_tokenizer([" ".join(tokens)] * 2, 60, model_max_length=512, show_progress=False).save_pretrained(
-        tmp_path / "tokens"
-    )
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
-    LinformerConfig(max_position_embeddings=512, projected_dim=8, **sizes).save_pretrained(tmp_path / "config")
-    start = ["--config_name", f"{tmp_path}/config", "--tokenizer_name", f"{tmp_path}/tokens"]
+    tokenizer = train_character_tokenizer([" ".join(tokens)] * 2, 60, model_max_length=512, show_progress=False)
+    start = new_model(tmp_path, tokenizer, 512)
     files = ["--train_file", write_rows(data), "--validation_file", write_rows(data[:2])]
     files += ["--test_file", write_rows([{"tokens": row["tokens"]} for row in data[:4]])]
     more = ["--output_dir", f"{tmp_path}/output", "--max_train_steps", "60", "--learning_rate", "3e-2"]
@@ -143,14 +147,11 @@ def test_a_byte_level_tokenizer_reads_words_with_the_space_before_them(kind, row
         model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
         new = {token: len(tokenizer) + i for i, token in enumerate(("<unk>", "<mask>"))}
         tokenizer = kind(vocab=model["vocab"] | new, merges=[tuple(pair) for pair in model["merges"]])
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
-    LinformerConfig(max_position_embeddings=128, projected_dim=8, **sizes).save_pretrained(tmp_path / "config")
-    start = ["--config_name", f"{tmp_path}/config", "--tokenizer_name", f"{tmp_path}/tokenizer"]
+    start = new_model(tmp_path, tokenizer, 128)
     files = ["--train_file", write_rows(data), "--validation_file", write_rows(data[:2])]
     run_ner.main([*start, *files, "--output_dir", f"{tmp_path}/output", "--per_device_train_batch_size", "8"])
     saved = AutoTokenizer.from_pretrained(tmp_path / "output")
-    assert type(saved) is type(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    assert type(saved) is type(AutoTokenizer.from_pretrained(tmp_path / "tokens"))
     for row in data:
         words, text = saved(row["tokens"], is_split_into_words=True), saved(" ".join(row["tokens"]))
         assert words["input_ids"] == text["input_ids"]
@@ -160,12 +161,8 @@ def test_a_byte_level_tokenizer_reads_words_with_the_space_before_them(kind, row
 def test_tokens_for_spaces_that_no_word_has_are_said(words, write_rows, tmp_path, capsys):
     """A tokenizer of characters reads words without spaces, and a text with them; not if words are characters."""
     data = [{"tokens": words, "ner_tags": ["O", "B-x", "O"]}] * 8
-    train_character_tokenizer([" ".join(words)] * 2, 30, model_max_length=64, show_progress=False).save_pretrained(
-        tmp_path / "tokens"
-    )
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
-    LinformerConfig(max_position_embeddings=64, projected_dim=8, **sizes).save_pretrained(tmp_path / "config")
-    start = ["--config_name", f"{tmp_path}/config", "--tokenizer_name", f"{tmp_path}/tokens"]
+    tokenizer = train_character_tokenizer([" ".join(words)] * 2, 30, model_max_length=64, show_progress=False)
+    start = new_model(tmp_path, tokenizer, 64)
     files = ["--train_file", write_rows(data), "--validation_file", write_rows(data[:2])]
     more = ["--output_dir", f"{tmp_path}/output", "--max_train_steps", "1", "--per_device_train_batch_size", "8"]
     run_ner.main([*start, *files, *more])

@@ -68,10 +68,8 @@ def inspect_attention(
             layers that attend to rows of different lengths, and for models that cannot be inspected.
     """
     # NumPy's arrays have no truth value, and their integers are not Python's.
-    num_landmarks, pinv_iterations = (
-        list(map(operator.index, num_landmarks)),
-        list(map(operator.index, pinv_iterations)),
-    )
+    num_landmarks = list(map(operator.index, num_landmarks))
+    pinv_iterations = list(map(operator.index, pinv_iterations))
     for name, numbers in (("num_landmarks", num_landmarks), ("pinv_iterations", pinv_iterations)):
         if not numbers or min(numbers) < 1:
             raise ValueError(f"{name} must be numbers of at least 1, but is {numbers}.")

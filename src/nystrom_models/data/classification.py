@@ -38,6 +38,11 @@ class TextTask:
     split_special_tokens: bool = False  # in a text, "[MASK]" is these six characters, not a special token
 
 
+def is_table(dataset: Dataset) -> bool:
+    """Whether the rows come from .csv or .tsv files, in which an empty field is a missing value."""
+    return dataset.builder_name == "csv"
+
+
 def require_column(dataset: Dataset, column: str, where: str, values: bool = True, flag: str | None = None) -> None:
     """Raises a ValueError if a column does not exist or, with `values`, lacks one; the message calls the data set
     `where`, and says that `flag` names the column."""
@@ -49,10 +54,8 @@ def require_column(dataset: Dataset, column: str, where: str, values: bool = Tru
     for row, batch in _batches(dataset, column) if values else ():
         if batch.null_count:
             row += batch.is_null().to_pylist().index(True)
-            is_table = dataset.builder_name == "csv"
-            hint = (
-                ' An empty field of a .csv or .tsv file is no value; in .jsonl files, "" is an empty text.' * is_table
-            )
+            hint = ' An empty field of a .csv or .tsv file is no value; in .jsonl files, "" is an empty text.'
+            hint = hint if is_table(dataset) else ""
             raise ValueError(f"The column {column!r} of {where} has no value in row {row}.{hint}")
 
 
@@ -62,14 +65,14 @@ def require_texts(dataset: Dataset, column: str, where: str, flag: str | None = 
     dtype = getattr(dataset.features[column], "dtype", dataset.features[column])
     if dtype not in ("string", "large_string"):
         hint = " In .csv and .tsv files, a column that holds only numbers is never text: write the file as .jsonl."
-        hint = hint if dataset.builder_name == "csv" else ""
+        hint = hint if is_table(dataset) else ""
         raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype}.{hint}")
 
 
 def require_labels(dataset: Dataset, column: str, several: bool, where: str, flag: str | None = None) -> None:
     """As [`require_column`] and [`require_kind_of_labels`]. If rows have several labels, no list lacks a value, and an
     empty field of a .csv or .tsv file, which is read as missing, is a row without labels."""
-    if several and column in dataset.column_names and dataset.builder_name == "csv" and not has_lists(dataset, column):
+    if several and column in dataset.column_names and is_table(dataset) and not has_lists(dataset, column):
         return
     require_column(dataset, column, where, flag=flag)
     require_kind_of_labels(dataset, column, several, where)

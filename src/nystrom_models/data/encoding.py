@@ -9,8 +9,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 # The most characters that are tokenized at once. A tokenizer of characters needs about 500 bytes for each meanwhile.
-# Divisible by every number up to 10: tokens of so many bases each (k-mers) keep their frame in a chromosome that is
-# cut.
+# Divisible by every number up to 10: tokens of so many bases each (k-mers) keep their frame where a chromosome is cut.
 NUM_CHARACTERS = 252_000
 
 # So many characters before the end of a part are searched for a space to cut at.

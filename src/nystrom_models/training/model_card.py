@@ -39,7 +39,7 @@ class _Task:
     purpose: str
     example: str = '"Replace this text by your own."'
     call: str = "model({})"
-    snippet: str | None = None  # where no pipeline does: Python with {name}, {example} and {options}
+    snippet: str | None = None  # where a pipeline does not serve: Python with {name}, {example} and {options}
 
 
 _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'

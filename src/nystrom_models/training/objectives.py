@@ -81,14 +81,15 @@ def classification_scores(
     mask, predicted = labels != -100, logits.argmax(-1)
     everywhere = logits.shape[:-1] == labels.shape
     rows = mask if mask.ndim > 1 else mask[:, None]
-    # Not by indexing with the mask: on a GPU, the host would wait for the number of labels in every step.
     if not everywhere:
         require(
             mask.sum() == len(logits),
             f"There are {len(logits)} predictions, and another number of labels: with sparse_prediction, the model "
             "must predict each token whose label is not -100, and no other.",
         )
-    right = ((predicted if everywhere else _spread(predicted, mask)) == labels) & mask
+        predicted = _spread(predicted, mask)
+    # Not by indexing with the mask: on a GPU, the host would wait for the number of labels in every step.
+    right = (predicted == labels) & mask
     scores = {accuracy: _sums_by_row(right.view_as(rows), rows)}
     if with_loss:
         logits = (logits[mask] if everywhere else logits).float()
