@@ -305,6 +305,8 @@ def test_misspelt_argument_is_refused():
             },
             r"end_positions have shape \(2,\), but must be \(batch,\) = \(1,\)",
         ),
+        ("ForQuestionAnswering", {"start_positions": torch.tensor([0])}, "both start_positions and end_positions"),
+        ("ForQuestionAnswering", {"end_positions": torch.tensor([1])}, "both start_positions and end_positions"),
         ("ForSequenceClassification", {"labels": torch.tensor([0, 1])}, r"labels have shape \(2,\).*multi_label"),
     ],
 )

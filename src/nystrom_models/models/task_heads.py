@@ -252,7 +252,12 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
             The others: see the base model.
 
         Returns: loss, start_logits and end_logits (B, N) and, on request, the base model's other outputs.
+
+        Raises:
+            ValueError: if only one of start_positions and end_positions is given, or if their number is not B.
         """
+        if (start_positions is None) != (end_positions is None):
+            raise ValueError("A loss needs both start_positions and end_positions: give both, or neither.")
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
