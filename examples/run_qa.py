@@ -12,6 +12,7 @@ tokens. Answers are written in the format of SQuAD's scripts: texts by the ids o
 from collections.abc import Sequence
 from typing import Any
 
+from nystrom_models.data.question_answering import without_impossible_answers
 from nystrom_models.data.squad_files import load_squad_files
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.finetuning import FinetuningOptimizationArguments, finetune
@@ -28,6 +29,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     )
     run = finetune if arguments.grid is None else finetune_grid
     splits = load_data(arguments, arguments.test_file, arguments.do_train, load_squad_files)
+    splits = {split: without_impossible_answers(rows, f"the {split} set") for split, rows in splits.items()}
     return run(arguments, optimization, arguments.task(), splits)
 
 

@@ -5,8 +5,10 @@ import gzip
 import json
 
 import pytest
+from datasets import Dataset
 
 from nystrom_models.data.conll_files import load_conll_files
+from nystrom_models.data.question_answering import answers_of
 from nystrom_models.data.squad_files import load_squad_files
 
 
@@ -145,6 +147,54 @@ ROWS = [expected("u", "What is it?", ANSWERS), expected("v", "Whose is it?", [])
 def test_squads_files_and_flat_rows(name, text, write, tmp_path):
     found = load_squad_files([write(name, text)], "--train_file", tmp_path / "cache")
     assert list(found) == ROWS
+
+
+IMPOSSIBLE = [
+    ROWS[0] | {"is_impossible": False},
+    expected("v", "Whose is it?", ANSWERS) | {"is_impossible": True},
+]
+
+
+def as_parquet(path):
+    Dataset.from_list(IMPOSSIBLE).to_parquet(path)
+
+
+def as_lines(path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in IMPOSSIBLE))
+
+
+def as_lines_of_objects(path):
+    path.write_text("".join(json.dumps(row | {"answers": ANSWERS}) + "\n" for row in IMPOSSIBLE))
+
+
+def as_data(path):
+    path.write_text(json.dumps({"data": IMPOSSIBLE}))
+
+
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [("a.parquet", as_parquet), ("a.jsonl", as_lines), ("a.jsonl", as_lines_of_objects), ("a.json", as_data)],
+)
+def test_impossible_questions_have_no_answers_in_any_format(name, save, tmp_path):
+    """Some files keep plausible answers in `answers`, which would be trained as right ones."""
+    save(tmp_path / name)
+    found = load_squad_files([tmp_path / name], "--train_file", tmp_path / "cache")
+    assert found["id"] == ["u", "v"]
+    assert [answers_of(value) for value in found["answers"]] == [[("a standard", 11)], []]
+
+
+def test_an_impossibility_that_is_text_is_refused(write, tmp_path):
+    """`"false"` would be true."""
+    rows = [IMPOSSIBLE[0] | {"is_impossible": "false"}]
+    for name, text in (("a.json", json.dumps({"data": rows})), ("a.jsonl", json.dumps(rows[0]))):
+        with pytest.raises(ValueError, match="'is_impossible' must be true or false, but is 'false'"):
+            load_squad_files([write(name, text)], "--train_file", tmp_path / "cache")
+
+
+def test_flat_files_beside_squads_own_are_refused(write, tmp_path):
+    files = [write("squad.json", json.dumps(SQUAD_2)), write("flat.json", json.dumps(ROWS))]
+    with pytest.raises(ValueError, match=r"squad.json is one object with 'data', but .*flat.json is not"):
+        load_squad_files(files, "--train_file", tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from nystrom_models.data import train_tokenizer
+from nystrom_models.data.files import load_files
 from nystrom_models.data.question_answering import (
     QuestionAnsweringCollator,
     answers_of,
@@ -15,6 +16,7 @@ from nystrom_models.data.question_answering import (
     require_answers,
     require_questions,
     token_span,
+    without_impossible_answers,
 )
 from tests.data.test_encoding import unigram
 from tests.data.test_pretraining import byte_level_tokenizer
@@ -205,6 +207,30 @@ def test_questions_that_cannot_be_told_apart():
     columns = {"question": ["where?"] * 3, "context": ["a"] * 3, "id": ["u", "v", "u"]}
     with pytest.raises(ValueError, match="'id' of the test set has 'u' in rows 1 and 3"):
         require_questions(Dataset.from_dict(columns), "the test set")
+
+
+def test_an_id_that_is_missing_beside_others_is_refused():
+    """Its prediction had the id "None"."""
+    dataset = Dataset.from_dict({"question": ["q"] * 2, "context": ["c"] * 2, "id": ["u", None]})
+    with pytest.raises(ValueError, match="'id' of the test set has no value in row 2: give every question an id"):
+        require_questions(dataset, "the test set")
+
+
+def test_a_table_cannot_hold_answers(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("question,context,answers\nq,c,\"{'text': ['c'], 'answer_start': [0]}\"\n")
+    with pytest.raises(ValueError, match=r"A .csv or .tsv file cannot hold it: give .jsonl or .parquet."):
+        require_answers(load_files([path], cache_dir=tmp_path / "cache"), False, "the train set")
+
+
+def test_impossible_questions_of_the_hub_have_no_answers():
+    answers = [{"text": ["c"], "answer_start": [0]}] * 3
+    dataset = Dataset.from_dict({"answers": answers, "is_impossible": [True, False, None]})
+    found = without_impossible_answers(dataset, "the train set")
+    assert [answers_of(value) for value in found["answers"]] == [[], [("c", 0)], [("c", 0)]]
+    assert found.features == dataset.features
+    # Without any to leave out, the data set is the same, for its digest.
+    assert without_impossible_answers(found, "the train set") is found
 
 
 def test_a_question_that_leaves_no_room(tokenizer):

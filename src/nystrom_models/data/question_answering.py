@@ -12,7 +12,7 @@ from datasets import Dataset
 from tokenizers import Encoding
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from .classification import require_column
+from .classification import is_table, require_column
 from .rows import documents_of_a_batch, make_rows, padding_on_the_right
 from .unknown_text import check_known_documents
 from .windows import window_starts
@@ -40,6 +40,26 @@ def is_answered(value: Any) -> bool:
     return any(value.values()) if isinstance(value, Mapping) else bool(value)
 
 
+def is_impossible(value: Any, where: str) -> bool:
+    """Whether a value of SQuAD's field `is_impossible` says that its question has no answer."""
+    if value is not None and value not in (True, False):
+        raise ValueError(f"{where}: 'is_impossible' must be true or false, but is {value!r}.")
+    return bool(value)
+
+
+def without_impossible_answers(dataset: Dataset, where: str) -> Dataset:
+    """Questions of which those whose `is_impossible` is true have no answer, whatever `answers` holds: some data sets
+    keep plausible answers there. Raises a ValueError if the column holds anything else than true and false."""
+    if not {"is_impossible", "answers"} <= set(dataset.column_names):
+        return dataset
+    flags = [is_impossible(value, f"Row {row} of {where}") for row, value in enumerate(dataset["is_impossible"], 1)]
+    answers = dataset["answers"]
+    if not any(flag and is_answered(value) for flag, value in zip(flags, answers, strict=True)):
+        return dataset
+    kept = [None if flag else value for flag, value in zip(flags, answers, strict=True)]
+    return dataset.remove_columns("answers").add_column("answers", kept, feature=dataset.features["answers"])
+
+
 def require_questions(dataset: Dataset, where: str) -> None:
     """Raises a ValueError unless each row has a question and a context, and ids, if there are any, all differ."""
     for column in ("question", "context"):
@@ -49,6 +69,11 @@ def require_questions(dataset: Dataset, where: str) -> None:
     if "id" in dataset.column_names:
         seen: dict[Any, int] = {}
         for row, name in enumerate(dataset["id"], start=1):
+            if name is None:
+                raise ValueError(
+                    f"The column 'id' of {where} has no value in row {row}: give every question an id, or none, for "
+                    "the numbers of the rows."
+                )
             if name in seen:
                 raise ValueError(f"The column 'id' of {where} has {name!r} in rows {seen[name]} and {row}.")
             seen[name] = row
@@ -63,9 +88,10 @@ def require_answers(dataset: Dataset, version_2: bool, where: str) -> None:
         try:
             answers = answers_of(row["answers"])
         except (KeyError, TypeError, ValueError):
+            hint = " A .csv or .tsv file cannot hold it: give .jsonl or .parquet." if is_table(dataset) else ""
             raise ValueError(
                 f"The column 'answers' of {where} must hold an object with the lists 'text' and 'answer_start', of "
-                f"the same length, but row {number} holds {str(row['answers'])[:80]!r}."
+                f"the same length, but row {number} holds {str(row['answers'])[:80]!r}.{hint}"
             ) from None
         if not answers and not version_2:
             raise ValueError(

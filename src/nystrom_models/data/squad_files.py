@@ -12,6 +12,7 @@ from datasets import Dataset, Features, List, Value
 from .file_rows import check_files, decoded_lines, rows_of_files
 from .files import file_ending, load_files
 from .json_files import json_rows
+from .question_answering import is_impossible, without_impossible_answers
 
 _FEATURES = Features(
     {
@@ -41,7 +42,7 @@ def _value(item: Any, field: str, kind: type, where: str) -> Any:
 
 
 def _row(item: Any, title: str, context: str, where: str) -> dict[str, Any]:
-    answers = [] if item.get("is_impossible") else item.get("answers") or []
+    answers = [] if is_impossible(item.get("is_impossible"), where) else item.get("answers") or []
     if isinstance(answers, dict):  # as in the data set on the Hub
         texts, starts = (_value(answers, field, list, f"{where}.answers") for field in ("text", "answer_start"))
         if len(texts) != len(starts):
@@ -88,7 +89,8 @@ def load_squad_files(
     flag: str = "--train_file",
     cache_dir: str | os.PathLike | None = None,
 ) -> Dataset:
-    """Questions, one per row, with the columns `id`, `title`, `context`, `question` and `answers`.
+    """Questions, one per row, with the columns `id`, `title`, `context`, `question` and `answers`; none where
+    `is_impossible` is true.
 
     Args:
         paths: SQuAD's own `.json` files, of version 1.1 or 2.0: an object whose `data` hold `paragraphs` with `qas`;
@@ -100,6 +102,10 @@ def load_squad_files(
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     check_files(names, flag)
-    if not all(map(_is_nested, names)):
-        return load_files(names, flag, cache_dir)
+    nested = list(map(_is_nested, names))
+    if not any(nested):
+        return without_impossible_answers(load_files(names, flag, cache_dir), f"the files of {flag}")
+    if not all(nested):
+        one, other = names[nested.index(True)], names[nested.index(False)]
+        raise ValueError(f"{one} is one object with 'data', but {other} is not: give {flag} files of one format.")
     return rows_of_files(_questions, _FEATURES, names, flag, cache_dir)
