@@ -55,6 +55,21 @@ def right(file):
     return {question["id"]: [answer["text"] for answer in question["answers"]] for question in questions}
 
 
+def answers_by_card(folder, file, monkeypatch, capsys):
+    """What the lines of a card print for all questions of a file."""
+    monkeypatch.chdir(folder.parent)
+    lines = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    example, found = '"What is the question?", "The answer stands in this text."', {}
+    assert example in lines
+    for document in json.loads(Path(file).read_text())["data"]:
+        [paragraph] = document["paragraphs"]
+        [question] = paragraph["qas"]
+        capsys.readouterr()
+        exec(lines.replace(example, f"{question['question']!r}, {paragraph['context']!r}"), {})
+        found[question["id"]] = capsys.readouterr().out.removesuffix("\n")
+    return found
+
+
 @pytest.fixture(scope="module")
 def trained(checkpoint, squad, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qa")
@@ -116,14 +131,28 @@ def test_contexts_that_are_longer_than_the_model_are_read_in_windows(trained, sq
     assert halves["validation"]["exact_match"] > 0.9
 
 
-def test_the_card_says_how_to_ask(trained, monkeypatch, capsys):
-    folder = trained[0] / "output"
-    card = (folder / "README.md").read_text()
+def test_the_card_says_how_to_ask(trained, squad, tmp_path, monkeypatch, capsys):
+    """Its lines give what the script predicts: also of contexts longer than the model, and without an answer."""
+    card = (trained[0] / "output" / "README.md").read_text()
     assert "pipeline_tag: question-answering" in card and "| f1 | " in card and "200 rows of squad.json" in card
-    monkeypatch.chdir(trained[0])
-    snippet = card.split("```python\n")[1].split("```")[0].replace("What is the question?", "was the film seen")
-    exec(snippet.replace("The answer stands in this text.", "the old town was good in the year"), {})
-    assert capsys.readouterr().out.split() == ["good"]
+    # Their last windows are full ones, as the script reads them.
+    files = [trained[2], squad(9, length=105, seed=300), squad(9, length=106, seed=400, version_2=True)]
+    options = ["--no_do_train", "--version_2_with_negative", "--test_file"]
+    for number, file in enumerate(files):
+        run(f"{trained[0]}/output", tmp_path / str(number), *options, file)
+        found = answers_by_card(trained[0] / "output", file, monkeypatch, capsys)
+        assert found == written(tmp_path / str(number), "test_predictions.json")
+        assert len({*found.values()} & {"", "good", "bad"}) >= 2
+
+
+def test_the_card_of_a_model_that_always_answers(checkpoint, squad, tmp_path, monkeypatch, capsys):
+    """After one step, the best first and last tokens are often in the question, or in the wrong order."""
+    file = squad(24, length=105, seed=50)
+    options = ["--max_train_steps", "1", "--learning_rate", "1e-9", "--max_answer_length", "7"]
+    run(checkpoint, tmp_path, "--train_file", file, "--validation_file", file, *options)
+    found = answers_by_card(tmp_path / "output", file, monkeypatch, capsys)
+    assert found == written(tmp_path, "validation_predictions.json")
+    assert len(set(found.values())) > 9
 
 
 def test_a_hidden_test_set_is_only_answered(trained, write_rows, tmp_path):

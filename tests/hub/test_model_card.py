@@ -152,6 +152,21 @@ def test_a_model_of_several_labels_gives_all_of_them(tmp_path, capsys):
         assert found == pytest.approx(dict(zip(model.config.id2label.values(), probabilities, strict=True)), abs=1e-6)
 
 
+def test_a_question_of_ones_own_to_a_model_of_any_length(tmp_path, capsys):
+    tokenizer = train_tokenizer(["who is one two three"] * 4, model_max_length=16, show_progress=False)
+    lengths = {"position_embedding_type": "sinusoidal", "max_position_embeddings": None}
+    model = make_model("linear-elu", "ForQuestionAnswering", vocab_size=len(tokenizer), **lengths)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    question = ("who is", "one two three " * 300)
+    text = model_card(tmp_path, data="Questions.", example=question, hub_model_id=str(tmp_path)).text
+    snippet = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
+    assert "max_length=512,\n    stride=128,\n" in snippet
+    exec(snippet, {})
+    answer = capsys.readouterr().out.strip()
+    assert answer in question[1] and 0 < len(answer.split()) <= 30
+
+
 def test_a_causal_model_of_any_length(tmp_path):
     model = make_model(
         "linear-causal", "ForCausalLM", position_embedding_type="sinusoidal", max_position_embeddings=None

@@ -26,6 +26,11 @@ class QuestionTask:
     best_metric: str = "f1"
 
 
+def usual_stride(length: int) -> int:
+    """Tokens that neighbouring windows share by default, for windows of this length."""
+    return min(128, length // 3)
+
+
 def answers_of(value: Any) -> list[tuple[str, int]]:
     """Text and first character of each answer, from an object with two lists or a list of objects."""
     if value is None:

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from ..data.question_answering import usual_stride
 from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_linformer import LinformerConfig
@@ -39,21 +40,49 @@ class _Task:
     purpose: str
     example: str = '"Replace this text by your own."'
     call: str = "model({})"
-    snippet: str | None = None  # where a pipeline does not serve: Python with {name}, {example} and {options}
+    snippet: str | None = None  # where a pipeline does not serve: Python with {name}, {example}, {options} and others
 
 
 _MASKED = 'f"One {model.tokenizer.mask_token} is missing here."'
 
-# Transformers 5 has no pipeline for it.
+# Transformers 5 has no pipeline for it. The answer is chosen as by `answer_spans.py`.
 _ANSWER = """\
+# Needs tokenizers 0.23.3 or newer: 0.23.1 and 0.23.2 leave windows out.
+import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({name}{options})
 model = AutoModelForQuestionAnswering.from_pretrained({name}{options})
-inputs = tokenizer({example}, return_tensors="pt")
-outputs = model(**inputs)
-start, end = outputs.start_logits.argmax(), outputs.end_logits.argmax()
-print(tokenizer.decode(inputs["input_ids"][0, start : end + 1]))"""
+question, context = {example}
+windows = tokenizer(
+    question,
+    context,
+    truncation="only_second",
+    max_length={length},
+    stride={stride},
+    return_overflowing_tokens=True,
+    return_offsets_mapping=True,
+    padding=True,
+    return_tensors="pt",
+)
+del windows["overflow_to_sample_mapping"]
+places = windows.pop("offset_mapping")
+in_context = torch.tensor([[part == 1 for part in windows.sequence_ids(i)] for i in range(len(places))])
+with torch.no_grad():
+    outputs = model(**windows)
+start, end = (outputs[name].masked_fill(~in_context, -torch.inf) for name in ("start_logits", "end_logits"))
+# An answer has at most {longest} tokens. The last window may be shorter than in training.
+ends = torch.nn.functional.pad(end, (0, {longest} - 1), value=-torch.inf).unfold(1, {longest}, 1)
+scores = start[:, :, None] + ends
+window, first, more = torch.unravel_index(scores.argmax(), scores.shape)
+answer = context[places[window, first, 0] : places[window, first + more, 1]].strip()
+{no_answer}print(answer)"""
+
+_NO_ANSWER = """\
+null = (outputs.start_logits + outputs.end_logits)[windows["input_ids"] == tokenizer.cls_token_id].min()
+if null - scores.max() > {threshold}:
+    answer = ""  # the text has none
+"""
 
 # A pipeline joins tokens to entities without regard to words, whose first token alone may be trained.
 _WORDS = """\
@@ -140,20 +169,20 @@ def _usage(
     example: str | tuple[str, str] | None,
     options: str = "",
     apart: bool = False,
-    windows: tuple[int, int] | None = None,
+    **values: Any,
 ) -> str:
-    """The snippet of a card. apart: whether the model reads the two texts of a pair apart."""
+    """The snippet of a card. apart: whether the model reads the two texts of a pair apart. values: those of its other
+    fields."""
     if apart:
         task, argument = replace(task, snippet=_PAIR), json.dumps(example, ensure_ascii=False)
+    elif isinstance(example, tuple) and task.snippet is _ANSWER:
+        argument = ", ".join(json.dumps(text, ensure_ascii=False) for text in example)
     elif isinstance(example, tuple):
         argument = json.dumps(dict(zip(("text", "text_pair"), example, strict=True)), ensure_ascii=False)
     else:
         argument = task.example if example is None else json.dumps(example, ensure_ascii=False)
-    if windows is not None:
-        length, stride = windows
-        return _WINDOWS.format(name=json.dumps(name), example=argument, options=options, length=length, stride=stride)
     if task.snippet is not None:
-        return task.snippet.format(name=json.dumps(name), example=argument, options=options)
+        return task.snippet.format(name=json.dumps(name), example=argument, options=options, **values)
     return (
         "from transformers import pipeline\n\n"
         f'model = pipeline("{task.pipeline_tag}", model={json.dumps(name)}{options})\n'
@@ -312,6 +341,8 @@ def model_card(
     limits: Sequence[str] = (),
     example: str | tuple[str, str] | None = None,
     windows: tuple[int, int] | None = None,
+    max_answer_length: int = 30,
+    null_threshold: float | None = None,
     language: str | list[str] | None = None,
     license: str | None = None,
 ) -> ModelCard:
@@ -329,9 +360,13 @@ def model_card(
             because a card is public.
         hardware: what the model was trained on; if None, the devices, or the CPU cores, that this process sees.
         limits: sentences added to those that follow from the configuration.
-        example: the input of the usage snippet, or a pair of texts for a classifier of pairs. For "fill-mask" it must
-            contain the mask token.
-        windows: for a classifier that reads a single text in windows, their tokens and those that neighbours share.
+        example: the input of the usage snippet; a pair of texts for a classifier of pairs, or question and text. For
+            "fill-mask" it must contain the mask token.
+        windows: for a classifier that reads a single text in windows, their tokens and those that neighbours share; a
+            model that answers questions always has windows, by default as long as it takes, or of 512 tokens.
+        max_answer_length: the largest number of tokens of an answer.
+        null_threshold: there is no answer if its score exceeds that of the best answer by more than this; None if
+            every question has one.
         language: ISO 639-1 codes of the texts.
         license: as on the Hub, such as "apache-2.0".
 
@@ -349,6 +384,16 @@ def model_card(
         # A pipeline gives only the most probable class, unless it is asked for all.
         task = replace(task, call="model({}, top_k=None)")
     apart = config.dual_encoder and isinstance(example, tuple)
+    values: dict[str, Any] = {}
+    if task.snippet is _ANSWER:
+        length = config.max_position_embeddings or 512
+        windows = windows or (length, usual_stride(length))
+        no_answer = "" if null_threshold is None else _NO_ANSWER.format(threshold=null_threshold)
+        values = {"longest": max_answer_length, "no_answer": no_answer}
+    elif windows is not None:
+        task = replace(task, snippet=_WINDOWS)
+    if windows is not None:
+        values |= dict(zip(("length", "stride"), windows, strict=True))
     local_base = base_model is not None and os.path.isdir(base_model)
     evaluated_on = dataset_name or "local files"
     if dataset_config_name:
@@ -384,8 +429,8 @@ def model_card(
         num_parameters=f"{_num_parameters(folder):,}",
         max_length=_longest(config),
         cost=cost_of_attention(config),
-        usage=_usage(task, name, example, "", apart, windows),
-        remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart, windows),
+        usage=_usage(task, name, example, "", apart, **values),
+        remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart, **values),
         data=data,
         evaluated_on=f"{evaluated_on}, split {dataset_split}",
         metrics=[(markdown_cell(metric), round(float(value), 4)) for metric, value in (metrics or {}).items()],

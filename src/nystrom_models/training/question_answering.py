@@ -22,6 +22,7 @@ from ..data.question_answering import (
     question_answering_dataset,
     require_answers,
     require_questions,
+    usual_stride,
 )
 from .answer_spans import Answers, best_spans, collect_answers
 from .finetuning import FinetuningArguments, FinetuningRun
@@ -102,15 +103,16 @@ class QuestionAnsweringRun(FinetuningRun):
 
     def tokenized(self, split: str, dataset: Dataset) -> Dataset:
         """As `FinetuningRun.tokenized`."""
-        length, stride = int(self.args.max_seq_length or 0), self.args.doc_stride
+        has_answers = self._has_answers(split, dataset)
+        length, stride = self._windows()
         return question_answering_dataset(
-            dataset,
-            self.tokenizer,
-            length,
-            self._has_answers(split, dataset),
-            min(128, length // 3) if stride is None else stride,
-            **self.row_options(split),
+            dataset, self.tokenizer, length, has_answers, stride, **self.row_options(split)
         )
+
+    def _windows(self) -> tuple[int, int]:
+        """The largest number of tokens of a row, and those that neighbouring windows share."""
+        length, stride = int(self.args.max_seq_length or 0), self.args.doc_stride
+        return length, usual_stride(length) if stride is None else stride
 
     def notes(self, split: str, rows: Dataset) -> list[str]:
         """As `FinetuningRun.notes`."""
@@ -207,3 +209,10 @@ class QuestionAnsweringRun(FinetuningRun):
             files["null_odds"] = [min(difference, sys.float_info.max) for difference in predictions.differences]
         for name, values in files.items():
             write_json(folder / f"{split}_{name}.json", dict(zip(names, values, strict=True)))
+
+    def card(self) -> dict[str, Any]:
+        """As `FinetuningRun.card`."""
+        args = self.args
+        threshold = args.null_score_diff_threshold if self.task.version_2 else None
+        own = {"windows": self._windows(), "max_answer_length": args.max_answer_length, "null_threshold": threshold}
+        return super().card() | own
