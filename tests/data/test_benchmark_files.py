@@ -92,6 +92,15 @@ def test_lines_without_a_label(text, message, write, tmp_path):
         conll(write("a.conll", text), tmp_path)
 
 
+def test_spaces_around_a_label_are_not_of_its_name(write, tmp_path):
+    """`B-x ` would be another class than `B-x`."""
+    text = "New York\tNNP\tB-x \n \tSP\tO\nTimes\tNNP\t I-x\n"
+    (row,) = conll(write("words.tsv", text), tmp_path)
+    assert row == {"tokens": ["New York", " ", "Times"], "ner_tags": ["B-x", "O", "I-x"]}
+    with pytest.raises(ValueError, match="line 1: the label of 'New' is empty"):
+        conll(write("none.tsv", "New\tNNP\t \n"), tmp_path)
+
+
 def test_rows_with_lists(write, tmp_path):
     row = {"tokens": ["a", "b"], "ner_tags": ["O", "B-x"]}
     assert list(conll(write("a.jsonl.gz", json.dumps(row) + "\n"), tmp_path)) == [row]

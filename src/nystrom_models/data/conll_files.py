@@ -49,10 +49,11 @@ def _sentences(
                 raise ValueError(
                     f"{path}, line {number}: {len(fields)} columns, but {wanted}; an empty line ends a sentence."
                 )
-            if len(fields) > 1 and not fields[-1]:
+            label = fields[-1].strip(" ") if len(fields) > 1 else fields[0]  # a space between tabs may be a word
+            if not label:
                 raise ValueError(f"{path}, line {number}: the label of {fields[0]!r} is empty.")
             words.append(fields[0])
-            labels.append(fields[-1])
+            labels.append(label)
         if words:
             yield {text_column: words, label_column: labels}
 
