@@ -98,6 +98,20 @@ class QuickstartArguments:
         default=min(4, os.cpu_count() or 1), metadata={"help": "Processes that prepare the data."}
     )
 
+    def __post_init__(self):
+        # Some of these would be found only after pretraining, under the flags of other scripts.
+        least = {"max_train_steps": 1, "finetune_steps": 1, "causal_steps": 1, "num_classes": 2}
+        for name, lowest in least.items():
+            if (value := getattr(self, name)) < lowest:
+                raise ValueError(f"--{name} must be at least {lowest}, but is {value}.")
+        if not 1 <= self.num_landmarks <= self.max_length:
+            raise ValueError(
+                f"--num_landmarks must lie between 1 and {self.max_length}, the --max_length, but is "
+                f"{self.num_landmarks}."
+            )
+        if self.packages is not None and len(set(self.packages)) < 2:
+            raise ValueError(f"--packages needs two or more to tell apart, but is {' '.join(self.packages)}.")
+
 
 def save_config(family: str, args: QuickstartArguments) -> Path:
     """Writes the configuration of a small model. Encoders have fewer landmarks than tokens, so that they are trained

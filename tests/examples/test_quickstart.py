@@ -174,3 +174,22 @@ def test_a_signal_ends_it_without_a_traceback(part, late, monkeypatch, tmp_path,
         function("linformer", {}, replace(arguments, output_dir=str(tmp_path)))
     assert late or ended.value.code == 128 + signal.SIGTERM
     assert "The quickstart was stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--finetune_steps 0", "--finetune_steps must be at least 1, but is 0"),
+        ("--causal_steps 0", "--causal_steps must be at least 1"),
+        ("--num_classes 1", "--num_classes must be at least 2"),
+        (
+            "--num_landmarks 64 --max_length 32",
+            "--num_landmarks must lie between 1 and 32, the --max_length, but is 64",
+        ),
+        ("--packages torch", "--packages needs two or more to tell apart, but is torch"),
+    ],
+)
+def test_flags_that_would_fail_after_pretraining_are_refused_at_once(flags, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "load_docstrings", lambda *_, **__: pytest.fail("docstrings were read"))
+    with pytest.raises(ValueError, match=message):
+        quickstart.main([*flags.split(), "--output_dir", str(tmp_path)])
