@@ -23,6 +23,7 @@ from transformers import (
 from nystrom_models import NystromformerForSequenceClassification
 from nystrom_models.data.glue import GLUE_TASKS
 from nystrom_models.training import finetuning
+from nystrom_models.training.results import write_results
 from tests.data.test_glue_files import FOLDERS, glue  # noqa: F401  (a fixture)
 from tests.training import processes
 
@@ -595,13 +596,14 @@ def test_any_number_of_labels_a_row(checkpoint, filler, write_rows, tmp_path):
 def test_results_never_describe_another_model(mrpc, checkpoint, tmp_path, monkeypatch):
     """A run that replaces a finished one and does not live to its own results leaves none; and says what is left."""
     shutil.copytree(mrpc[0], tmp_path / "output")
+    summary = write_results(tmp_path, {"grid": [{"runs": ["output"]}]})
     options = [*mrpc[3], "--max_train_steps", "2", "--checkpointing_steps", "1"]
     monkeypatch.setattr(finetuning, "final_scores", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(checkpoint, tmp_path, *options)
     weights = (tmp_path / "output" / "model.safetensors").read_bytes()
     assert weights != (mrpc[0] / "model.safetensors").read_bytes()
-    assert not (tmp_path / "output" / "all_results.json").exists()
+    assert not (tmp_path / "output" / "all_results.json").exists() and not summary.exists()
 
     def full(accelerator, model, tokenizer, folder, save=finetuning.save_pretrained):
         if folder.name == "output":

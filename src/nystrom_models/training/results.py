@@ -133,6 +133,28 @@ def write_results(
     return path
 
 
+def discard_results(output_dir: str | os.PathLike) -> None:
+    """Removes the `all_results.json` of a run whose model is about to be replaced, and before it the summaries that
+    count the run: of its grid, and of GLUE's tasks."""
+    folder = Path(output_dir).absolute()
+    if _is_counted(folder):
+        discard_results(folder.parent)
+    (folder / RESULTS).unlink(missing_ok=True)
+
+
+def _is_counted(folder: Path) -> bool:
+    """Whether the folder above has a summary that names this one."""
+    try:
+        content = read_json(folder.parent / RESULTS)
+    except (OSError, ValueError):  # of another program
+        return False
+    results = content.get("results") if isinstance(content, Mapping) else None
+    if not isinstance(results, Mapping):
+        return False
+    runs = [name for point in results.get("grid", ()) for name in point["runs"]]
+    return folder.name in (*runs, *results.get("tasks", ()))
+
+
 def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Loss and metrics of the validation sets in `results`, by name, or by `{split}/{name}` if there are several."""
     splits = [split for split in results if split.startswith("validation")]

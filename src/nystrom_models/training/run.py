@@ -32,7 +32,7 @@ from .loop import Evaluation, num_training_steps, train
 from .model_card import write_model_card
 from .objectives import Objective
 from .optimization import OptimizationArguments
-from .results import RESULTS, read_results, write_results
+from .results import discard_results, read_results, write_results
 from .scores import score_line
 from .selection import Goal
 from .state import TrainingState, log_evaluation
@@ -216,7 +216,7 @@ def train_model(
         return state
     if accelerator.is_main_process:
         # Those of an earlier run must not describe this model if this run does not live to write its own.
-        Path(args.output_dir, RESULTS).unlink(missing_ok=True)
+        discard_results(args.output_dir)
     # Saved first, so that a later failure cannot lose the training.
     with _clear_failure_of_the_end(args):
         save_model(state.model, Path(args.output_dir))
