@@ -9,7 +9,8 @@ and prints two tables in Markdown: accuracies, with empty cells for tasks that w
 runs with their cost. Of several recipes for one cell, the first table has the one that is best on the validation set.
 Runs with the same settings but different seeds are one recipe. Folders without a finished run, or without a trained
 model's scores on a test set, are named and left out.
-A run that started from the model of another run of the same task, as on shorter expressions, counts with it.
+A run that started from the model of another run of the same task, as on shorter expressions, counts with it, as long
+as that folder still has this model.
 The second command draws pictures of Pathfinder; it needs matplotlib.
 """
 
@@ -22,8 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from nystrom_models.data.lra import ARENA_TASKS
-from nystrom_models.training.identity import DIVISION, HOUSEKEEPING, NOT_OF_THE_MODEL, PLACES
+from nystrom_models.training.identity import DIVISION, HOUSEKEEPING, NOT_OF_THE_MODEL, PLACES, weights_digest
 from nystrom_models.training.results import read_json, read_results
 
 TASKS = tuple(ARENA_TASKS)
@@ -44,7 +47,11 @@ def runs_in(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], Path
     if content is None:
         print(f"Left out: {path} does not exist.", file=sys.stderr)
         return
-    if content.get("arguments", {}).get("task") not in TASKS:
+    arguments = content.get("arguments", {})
+    if "mlm_probability" in arguments:  # the folder of --pretrain_on_task, which a pattern of folders also gives
+        print(f"Left out: {folder} is a pretraining, which has no accuracy on a task.", file=sys.stderr)
+        return
+    if arguments.get("task") not in TASKS:
         raise ValueError(f"{path} was not written by run_lra.py: it names no task of the Long Range Arena.")
     if "grid" not in content["results"]:
         if "test" not in content["results"] or "train" not in content["results"]:
@@ -75,6 +82,13 @@ def attention_of(config: Mapping[str, Any]) -> str:
     return name
 
 
+def _was_replaced(start: str, content: Mapping[str, Any]) -> bool:
+    """Whether a folder has other weights than those that a run began with. Removed weights tell nothing."""
+    began_with = (content.get("identity") or {}).get("model")
+    has_weights = any(Path(start).glob("*.safetensors"))
+    return began_with is not None and has_weights and weights_digest(start, PretrainedConfig()) != began_with
+
+
 def stages_of(content: Mapping[str, Any], place: Path) -> tuple[list[Mapping[str, Any]], str]:
     """A run and those that trained its model on the same task before, the first one first; and what the first one
     started from, unless that was a new model."""
@@ -84,8 +98,9 @@ def stages_of(content: Mapping[str, Any], place: Path) -> tuple[list[Mapping[str
             return stages, "pretrained on the task"
         before = read_results(Path(start)) or {"arguments": {}, "results": {}}
         same_task = before["arguments"].get("task") == first["task"]
-        # A run that wrote over its own start left no figures of it.
-        if not same_task or "train" not in before["results"] or Path(start).resolve() in places:
+        # A run that wrote over its own start left no figures of it; nor did a start that another run replaced.
+        known = same_task and "train" in before["results"] and Path(start).resolve() not in places
+        if not known or _was_replaced(start, stages[0]):
             return stages, f"from {start}"
         stages.insert(0, before)
         places.append(Path(start).resolve())

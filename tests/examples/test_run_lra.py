@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import lra_report
@@ -98,8 +99,9 @@ def test_masked_pretraining_on_the_task_comes_first_and_only_once(cache, tmp_pat
         stopped = run(tmp_path / "stopped", cache, *options)
         assert stopped == {"train": {"steps": 1}} and not (tmp_path / "stopped" / "pretraining").exists()
     capsys.readouterr()
-    lra_report.main(["--runs", str(tmp_path)])
-    printed = capsys.readouterr().out
+    lra_report.main(["--runs", *map(str, sorted(tmp_path.iterdir())), str(tmp_path)])
+    printed, left_out = capsys.readouterr()
+    assert f"Left out: {folder} is a pretraining" in left_out
     accuracy = json.loads((tmp_path / "all_results.json").read_text())["results"]["test"]["accuracy"]
     assert f"| ours: linear, pretrained on the task | {100 * accuracy:.2f} |  |  |  |  |  |" in printed
     assert (
@@ -372,6 +374,12 @@ def test_shorter_expressions_first(cache, tmp_path, capsys):
     run(other, cache, *LISTOPS, *options[2:], "--model_name_or_path", str(tmp_path / "48-1"), steps=3)
     [group] = lra_report.by_recipe(next(iter(lra_report.collect([str(last), str(other)]).values())))
     assert [figures["seed"] for figures in group] == [[0, 0], [1, 0]]
+    # Another run in the folder of the first stage is not what the model began with.
+    shutil.copytree(first, tmp_path / "kept")
+    run(first, cache, *LISTOPS, "--attention", "nystrom", "--config_overrides", overrides, "--seed", "2", steps=4)
+    assert list(lra_report.collect([str(last)])) == [(f"Nystr\u00f6m-8, from {first}", "listops")]
+    shutil.rmtree(first)
+    (tmp_path / "kept").rename(first)
     # What a model was before is said where it is not known as a run of this task.
     moved = first.rename(tmp_path / "moved")
     lra_report.main(["--runs", str(last), str(moved)])
