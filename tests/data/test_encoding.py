@@ -69,7 +69,7 @@ def test_a_chromosome_is_tokenized_in_parts(monkeypatch):
     assert ends.tolist() == list(range(1, 250_002)) and word_starts.all()
 
 
-@pytest.mark.parametrize("k", [3, 6, 7])
+@pytest.mark.parametrize("k", [3, 6, 7, 11, 13])
 def test_a_cut_does_not_change_the_frame_of_k_mers(k):
     genome = "".join(random.Random(0).choices("ACGT", k=NUM_CHARACTERS + 6 * k))
     whole = [genome[i : i + k] for i in range(0, len(genome), k)]

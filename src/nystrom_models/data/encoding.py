@@ -9,8 +9,8 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 # The most characters that are tokenized at once. A tokenizer of characters needs about 500 bytes for each meanwhile.
-# Divisible by every number up to 10: tokens of so many bases each (k-mers) keep their frame where a chromosome is cut.
-NUM_CHARACTERS = 252_000
+# Divisible by every number up to 15: tokens of so many bases each (k-mers) keep their frame where a chromosome is cut.
+NUM_CHARACTERS = 360_360
 
 # So many characters before the end of a part are searched for a space to cut at.
 LONGEST_WORD = 1000
