@@ -21,6 +21,7 @@ from transformers import (
     GPT2Config,
     RobertaConfig,
     RobertaTokenizer,
+    SplinterConfig,
 )
 from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
 from transformers.models.nystromformer import NystromformerForMaskedLM as BuiltInForMaskedLM
@@ -252,6 +253,14 @@ def test_another_activation_in_the_head_of_roberta_is_told(tmp_path, caplog):
 
 
 @torch.no_grad()
+def test_feed_forward_layers_in_parts_do_not_limit_the_lengths_that_are_compared(tmp_path):
+    save_source(tmp_path, "Bert", "ForMaskedLM", chunk_size_feed_forward=7)
+    _, report = convert(tmp_path, converted_config(tmp_path, **EXACT), return_report=True)
+    assert report.differences[-1].tokens == LENGTH
+    assert all(found.largest <= TOLERANCE * found.scale for found in report.differences)
+
+
+@torch.no_grad()
 def test_token_types_are_added_and_the_dtype_is_the_sources(tmp_path):
     source = save_source(tmp_path, "Roberta", "ForMaskedLM").to(torch.bfloat16)
     source.save_pretrained(tmp_path)
@@ -278,8 +287,10 @@ def test_fields_come_from_the_source(tmp_path):
         converted_config(source, num_landmark=8)
     with pytest.raises(ValueError, match="use one of nystromformer, linformer"):
         converted_config(source, "longformer")
-    with pytest.raises(ValueError, match="give a checkpoint of bert, roberta"):
-        converted_config(GPT2Config())
+    # Splinter's layers are BERT's, so the error must not say that they are others.
+    for other in (GPT2Config(), SplinterConfig()):
+        with pytest.raises(ValueError, match=f"{other.model_type}' cannot be converted: give one of bert, roberta"):
+            converted_config(other)
     with pytest.raises(ValueError, match="is_decoder=False"):
         converted_config(BertConfig(is_decoder=True))
 

@@ -88,6 +88,12 @@ def test_what_a_teacher_says_is_its_own(kind, short, tokenizer, tmp_path):
     assert not teacher.model.training and not any(p.requires_grad for p in teacher.model.parameters())
 
 
+def test_feed_forward_layers_in_parts_do_not_limit_the_rows(short, tokenizer, tmp_path):
+    save_teacher(tmp_path, "Bert", tokenizer, chunk_size_feed_forward=7)
+    teacher = Teacher(str(tmp_path), tokenizer)
+    assert teacher(short, with_states=True).hidden_states[0].shape[1] == LENGTH
+
+
 def test_of_long_rows_it_says_what_it_says_of_windows(bert, batch, tokenizer):
     teacher = Teacher(bert, tokenizer)
     assert batch["input_ids"].shape[1] > LENGTH == teacher.longest

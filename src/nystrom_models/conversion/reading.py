@@ -85,8 +85,11 @@ def read_source(
     reader = getattr(transformers, kind.pretraining_class) if head == "ForPreTraining" else auto_class(head)
     # Weights of the wrong shape are reported as missing, and refused if they belong to the encoder.
     arguments = arguments | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    theirs = copy.deepcopy(config)
+    # It changes no result, and Transformers refuses lengths that it does not divide.
+    theirs.chunk_size_feed_forward = 0
     with without_load_report(), naming_damage(model_name_or_path):
-        model, info = reader.from_pretrained(model_name_or_path, config=copy.deepcopy(config), **arguments)
+        model, info = reader.from_pretrained(model_name_or_path, config=theirs, **arguments)
         # The names of base models have no prefix.
         prefix = model.base_model_prefix + "."
         missing = {name.removeprefix(prefix) for name in _missing(info)}

@@ -231,8 +231,9 @@ def source_kind(config: PreTrainedConfig) -> SourceKind:
     kind = next((kind for kind in _KINDS if config.model_type in kind.model_types), None)
     if kind is None:
         raise ValueError(
-            f"The source has model_type={config.model_type!r}, but its layers must be BERT's: give a checkpoint of "
-            f"{', '.join(SOURCE_TYPES)}."
+            f"Checkpoints with model_type={config.model_type!r} cannot be converted: give one of "
+            f"{', '.join(SOURCE_TYPES)}, or keep the model and give it linear attention by "
+            "nystrom_models.use_nystrom(model), if it takes that."
         )
     if getattr(config, "add_cross_attention", False) or (getattr(config, "is_decoder", False) and not kind.is_ours):
         raise ValueError(

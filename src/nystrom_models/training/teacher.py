@@ -84,7 +84,10 @@ class Teacher:
         _check_vocabulary(name, tokenizer)
         with without_load_report():
             # Half precision is that of the run, by autocast: a checkpoint's own would not be the trained model's.
-            model, info = AutoModelForMaskedLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+            # Feed-forward layers in parts would give the same, but only for lengths that are multiples of a part.
+            model, info = AutoModelForMaskedLM.from_pretrained(
+                name, dtype=torch.float32, output_loading_info=True, chunk_size_feed_forward=0
+            )
         if info["missing_keys"] and with_logits:
             raise ValueError(
                 f"{FLAG} {name} has no trained head that predicts tokens: the checkpoint lacks "
