@@ -145,12 +145,28 @@ def test_sequences_of_fasta_files(tmp_path, monkeypatch):
     ]
     assert load_files([path, compressed(path)], cache_dir=tmp_path / "cache").to_list() == rows * 2
     assert list(load_files(compressed(path), streaming=True)) == rows
-    path.write_text("ACGT\n", encoding="utf-8")
+    path.write_text("; no sequence\n", encoding="utf-8")
     with pytest.raises(ValueError, match="contain no rows"):
         load_files(path, cache_dir=tmp_path / "cache")
     monkeypatch.delattr(packaged_modules, "fasta")
     with pytest.raises(ValueError, match=r"\.fna files are read by datasets 5\.1 or newer"):
         load_files(path)
+
+
+@needs_fasta
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("beginning", "message"),
+    [
+        ("; a comment\n\nACGT\n", r"genome\.fa, line 3: 'ACGT' is before the first header\."),
+        ("@read\nACGT\n+\nIIII\n", r"genome\.fa, line 1: '@read' is before the first header\."),
+        ("\ufeff>chr0\nACGT\n", r"genome\.fa begins with a byte-order mark"),
+    ],
+)
+def test_nothing_before_the_first_header_of_a_fasta_file_is_lost(beginning, message, streaming, tmp_path):
+    (tmp_path / "genome.fa").write_text(beginning + ">chr1\nTT\n", encoding="utf-8", newline="")
+    with pytest.raises(ValueError, match=message):
+        load_files(tmp_path / "genome.fa", cache_dir=tmp_path / "cache", streaming=streaming)
 
 
 def test_quotes_are_text_in_tsv_files(tmp_path):

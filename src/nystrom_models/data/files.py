@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local files as data sets."""
 
+import codecs
 import glob
 import gzip
 import os
@@ -24,7 +25,16 @@ from datasets import (
 )
 from datasets.exceptions import DatasetsError
 
-from .file_rows import check_files, decoded_lines, no_rows, open_file, rows_of_files, stream_of_files, suffix
+from .file_rows import (
+    check_files,
+    decoded_lines,
+    lines_of_any_system,
+    no_rows,
+    open_file,
+    rows_of_files,
+    stream_of_files,
+    suffix,
+)
 from .json_files import JSON, load_json
 from .table_files import TABLES, load_tables
 
@@ -78,6 +88,24 @@ def _check_numbered_classes(names: Sequence[str]) -> None:
                     f"{path}: the column {column!r} numbers the classes {classes}, but that of {names[0]} numbers "
                     f"{first[column]}: write the same order into both files, or the names of the classes as text."
                 )
+
+
+def _check_first_header(path: str) -> None:
+    """Raises a ValueError unless a FASTA file begins with the header of a sequence, after comments: `datasets` leaves
+    out all lines before the first header, without a message."""
+    with open_file(path) as file:
+        if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            raise ValueError(
+                f"{path} begins with a byte-order mark, which hides its first header: save it as UTF-8 without one."
+            )
+    for number, line in enumerate(lines_of_any_system(path), start=1):
+        if line.startswith(">"):
+            return
+        if line.strip() and not line.startswith(";"):
+            raise ValueError(
+                f"{path}, line {number}: {line.strip()[:30]!r} is before the first header. A FASTA file has a header "
+                "before each sequence, such as >chr1."
+            )
 
 
 def _load(
@@ -169,6 +197,9 @@ def load_files(
         return _load_texts(names, flag, cache_dir, streaming)
     if ending in JSON:
         return load_json(names, flag, cache_dir, streaming)
+    if _READERS[ending] is _FASTA:
+        for name in names:
+            _check_first_header(name)
     try:
         filled = list(filter(_has_rows, names))
         dataset = _load(filled, ending, cache_dir, streaming) if filled else Dataset.from_dict({})
