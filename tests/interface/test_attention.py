@@ -223,12 +223,16 @@ def test_a_module_of_a_decoder_is_refused():
     nystrom_attention_forward(module, query, key[:, :, :M], value[:, :, :M])
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("landmarks", [M, None], ids=["nystrom", "exact"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_the_attention_is_refused(name):
+def test_what_changes_the_attention_is_refused(name, landmarks, window):
+    """In layers that stay exact, too: `sdpa` leaves out attention sinks and others without a message."""
     query, key, value = states()
-    nystrom_attention_forward(Attention(), query, key, value, **{name: None})
+    module = Attention(num_landmarks=landmarks)
+    nystrom_attention_forward(module, query, key, value, sliding_window=window, **{name: None})
     with pytest.raises(ValueError, match=f"{name}, .*sdpa"):
-        nystrom_attention_forward(Attention(), query, key, value, **{name: torch.ones(3)})
+        nystrom_attention_forward(module, query, key, value, sliding_window=window, **{name: torch.ones(3)})
 
 
 @pytest.mark.parametrize(

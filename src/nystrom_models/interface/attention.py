@@ -197,12 +197,13 @@ def _exact_attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Transformers' `sdpa`, and the attention map if it is wanted."""
+    # Such as attention sinks, which `sdpa` leaves out without a message.
+    _reject_changes(module, options)
     context, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
     )
     if not output_attentions:
         return context, None
-    _reject_changes(module, options)
     _reject_causal(module, query, attention_mask, is_causal)
     key = repeat_kv(key, query.shape[1] // key.shape[1])
     return context, attention_weights(query, key, attention_mask, scaling)
