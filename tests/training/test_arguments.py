@@ -7,7 +7,9 @@ import pytest
 
 from nystrom_models import NystromformerConfig
 from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.finetuning import FinetuningOptimizationArguments
 from nystrom_models.training.language_modeling import override
+from nystrom_models.training.token_classification import TokenClassificationArguments
 
 
 def test_help_keeps_the_command_apart_and_shows_defaults_that_exist(capsys):
@@ -84,3 +86,26 @@ def test_a_missing_folder_is_named_with_its_flag(name, tmp_path):
         (flags,) = parse_arguments((Flags,), [f"--{name}", good])
         assert getattr(flags, name) == good
     assert parse_arguments((Flags,), []) == (Flags(),)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--max_length 64", "--max_length (did you mean --max_seq_length?)"),
+        ("--epochs=3", "--epochs (did you mean --num_train_epochs?)"),
+        (
+            "--batch-size 8",
+            "--batch-size (did you mean --per_device_train_batch_size or --per_device_eval_batch_size?)",
+        ),
+        ("--fp16 --save_steps 5", "--fp16 (did you mean --mixed_precision fp16?), --save_steps (did you mean --check"),
+        ("--colour red", "--colour; --help"),
+        ("train.csv", "train.csv; --help"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_a_known_one(given, expected, capsys):
+    """Before the values of others are checked, which may be missing for the same reason."""
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(
+            (TokenClassificationArguments, FinetuningOptimizationArguments), ["--output_dir", "x", *given.split()]
+        )
+    assert f"error: unknown {expected}" in capsys.readouterr().err

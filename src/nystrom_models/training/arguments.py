@@ -5,7 +5,8 @@ import os
 import shlex
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,15 @@ from .selection import Goal
 
 # Flags that name a folder or a repository on the Hub; --config_name also a file.
 _CHECKPOINTS = ("model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name")
+
+# Flags of Transformers' Trainer, which have other names in Accelerate's scripts and here.
+_OF_TRAINER = {
+    "bf16": "mixed_precision bf16",
+    "fp16": "mixed_precision fp16",
+    "save_steps": "checkpointing_steps",
+    "save_total_limit": "checkpoints_total_limit",
+    "warmup_steps": "num_warmup_steps",
+}
 
 
 @dataclass(kw_only=True)
@@ -257,6 +267,20 @@ def _values_of(name: str, flags: Sequence[str] | None) -> tuple[list[str], list[
     return getattr(given, name), rest
 
 
+def _no_such_flags(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """Says which words of a command line are no flags, and which flags have a similar name or contain it."""
+    found = []
+    for word in unknown:
+        flag, _, _ = word.partition("=")
+        if not flag.startswith("-"):
+            continue  # the value of an unknown flag
+        name = flag.lstrip("-").replace("-", "_")
+        near = [_OF_TRAINER[name]] if name in _OF_TRAINER else get_close_matches(name, known, n=1)
+        near = near or [other for other in known if f"_{name}_" in f"_{other}_"][:3]
+        found.append(flag + (f" (did you mean {' or '.join(f'--{other}' for other in near)}?)" if near else ""))
+    return f"unknown {', '.join(found or unknown)}; --help lists all flags"
+
+
 def parse_arguments(
     types: Sequence[type], args: Sequence[str] | None = None, description: str | None = None
 ) -> tuple[Any, ...]:
@@ -272,6 +296,7 @@ def parse_arguments(
         description: the first lines of `--help`.
 
     Raises:
+        SystemExit: if there is no such flag, a flag is missing, or a value is none of its flag's.
         FileNotFoundError: if there is no such recipe, model, configuration or tokenizer.
     """
     recipes, rest = _values_of("recipe", args)
@@ -290,6 +315,10 @@ def parse_arguments(
         epilog="--recipe FILE takes flags from a file; flags on the command line take precedence, of "
         "--config_overrides field by field.",
     )
+    # Before the values are checked: what they lack may stand after a misspelled flag.
+    _, unknown = parser.parse_known_args(flags)
+    if unknown:
+        parser.error(_no_such_flags(unknown, [part.name for kind in types for part in fields(kind) if part.init]))
     parsed = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
     # As they were given: run_lra.py sets --config_name itself, to a folder that it writes later.
     for name in _CHECKPOINTS:
