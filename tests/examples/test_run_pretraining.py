@@ -497,6 +497,23 @@ def test_going_on_with_a_model(trained, corpus, tmp_path):
     assert going_on["validation"]["mlm_loss"] == pytest.approx(results["validation"]["mlm_loss"], rel=1e-3)
 
 
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_with_what_works(corpus, tmp_path):
+    size = len(AutoTokenizer.from_pretrained(f"{corpus}/tokenizer"))
+    config = AutoConfig.from_pretrained(f"{corpus}/nystromformer.json", vocab_size=size)
+    AutoModelForPreTraining.from_config(config).save_pretrained(tmp_path / "model")
+    options = ["--model_name_or_path", f"{tmp_path}/model"]
+    # A recipe's --config_name, made for another vocabulary.
+    config.vocab_size = 50
+    config.save_pretrained(tmp_path / "recipe")
+    recipe = [*options, "--config_name", f"{tmp_path}/recipe"]
+    with pytest.raises(ValueError, match=f"vocab_size is 50, by .*: set --config_overrides vocab_size={size}, "):
+        run(corpus, tmp_path / "refused", *recipe)
+    run(corpus, tmp_path / "run", *recipe, "--config_overrides", f"vocab_size={size}", steps=1)
+    AutoModelForPreTraining.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="give the model's own tokenizer, by omitting --tokenizer_name"):
+        run(corpus, tmp_path / "refused", *options, "--config_name", f"{tmp_path}/model")
+
+
 def test_beginning_with_a_bert(corpus, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SIZES)

@@ -123,9 +123,13 @@ def read_config(
     if args.model_name_or_path is None:
         config.vocab_size = len(tokenizer)
     elif len(tokenizer) > config.vocab_size:
+        # A --config_name, perhaps a recipe's, may have a smaller vocabulary than the weights with their own tokenizer.
+        size = getattr(AutoConfig.from_pretrained(args.model_name_or_path), "vocab_size", 0)
+        fix = "give the model's own tokenizer, by omitting --tokenizer_name."
+        if size >= len(tokenizer):
+            fix = f"set --config_overrides vocab_size={size}, that of {args.model_name_or_path}."
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the model takes {config.vocab_size}: give the model's "
-            "own tokenizer, by omitting --tokenizer_name."
+            f"The tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.vocab_size}, by {name}: {fix}"
         )
     for field_name, token_id in token_ids.items():
         setattr(config, field_name, token_id)
