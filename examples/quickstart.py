@@ -321,6 +321,12 @@ def main(args: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     labelled = docstrings.filter(
         lambda names: [name in classes for name in names], input_columns="package", batched=True
     )
+    if len(labelled["validation"]) == 0:
+        # The error of fine-tuning would come only after pretraining, and without a flag of this script.
+        raise ValueError(
+            f"No docstring of {', '.join(classes)} is held out: "
+            "give a larger --max_bytes_per_package or --num_classes."
+        )
     sentences = unseen(SENTENCES, docstrings["train"])
     baselines = pretraining_baselines(docstrings["validation"], arguments)
 

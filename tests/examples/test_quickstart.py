@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -193,3 +193,13 @@ def test_flags_that_would_fail_after_pretraining_are_refused_at_once(flags, mess
     monkeypatch.setattr(quickstart, "load_docstrings", lambda *_, **__: pytest.fail("docstrings were read"))
     with pytest.raises(ValueError, match=message):
         quickstart.main([*flags.split(), "--output_dir", str(tmp_path)])
+
+
+def test_classes_without_a_held_out_docstring_are_refused_before_pretraining(tmp_path, monkeypatch):
+    packages = {"train": ["torch", "numpy"] * 20 + ["rare"], "validation": ["rare"]}
+    rows = {split: {"package": names, "text": ["Return a list."] * len(names)} for split, names in packages.items()}
+    docstrings = DatasetDict({split: Dataset.from_dict(columns) for split, columns in rows.items()})
+    monkeypatch.setattr(quickstart, "load_docstrings", lambda *_, **__: docstrings)
+    monkeypatch.setattr(quickstart, "pretrain", lambda *_: pytest.fail("a model was pretrained"))
+    with pytest.raises(ValueError, match="No docstring of numpy, torch is held out: give a larger --max_bytes"):
+        quickstart.main(["--num_classes", "2", "--output_dir", str(tmp_path)])
