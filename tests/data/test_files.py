@@ -146,11 +146,12 @@ def test_sequences_of_fasta_files(tmp_path, monkeypatch):
     assert load_files([path, compressed(path)], cache_dir=tmp_path / "cache").to_list() == rows * 2
     assert list(load_files(compressed(path), streaming=True)) == rows
     path.write_text("; no sequence\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="contain no rows"):
-        load_files(path, cache_dir=tmp_path / "cache")
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match="contain no rows"):
+            load_files(path, cache_dir=tmp_path / "cache", streaming=streaming)
     monkeypatch.delattr(packaged_modules, "fasta")
     with pytest.raises(ValueError, match=r"\.fna files are read by datasets 5\.1 or newer"):
-        load_files(path)
+        load_files(tmp_path / "genome.fna.gz")
 
 
 @needs_fasta
@@ -167,6 +168,24 @@ def test_nothing_before_the_first_header_of_a_fasta_file_is_lost(beginning, mess
     (tmp_path / "genome.fa").write_text(beginning + ">chr1\nTT\n", encoding="utf-8", newline="")
     with pytest.raises(ValueError, match=message):
         load_files(tmp_path / "genome.fa", cache_dir=tmp_path / "cache", streaming=streaming)
+
+
+@needs_fasta
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        # `datasets` would read the bases 1ACGT4.
+        ("x.fa", b">a 1\n; 2\n1 ACGT 4\n", r"x\.fa, line 3: '1 ACGT 4' has the digit '1'.* Leave out numbers"),
+        ("x.fa", b">a\nAC\n>b M\xfcller\nAC\n", r"x\.fa, line 3: not UTF-8"),
+        ("x.fa.gz", gzip.compress(b">a\n" + b"ACGT\n" * 2000, mtime=0)[:-12], r"x\.fa\.gz is damaged after line"),
+    ],
+    ids=["digit", "encoding", "truncated"],
+)
+def test_faults_of_fasta_files_are_named_before_they_are_read(name, content, message, streaming, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_files(tmp_path / name, cache_dir=tmp_path / "cache", streaming=streaming)
 
 
 def test_quotes_are_text_in_tsv_files(tmp_path):

@@ -5,6 +5,7 @@ import codecs
 import glob
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -40,6 +41,8 @@ from .table_files import TABLES, load_tables
 
 # Sequences of genomes and proteins. Its readers are part of `datasets` from 5.1 on.
 _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description", "sequence"]})
+
+_DIGIT = re.compile("[0-9]")
 
 # The reader of `datasets` for a suffix, and its options. Texts, tables and JSON are read by this package: `datasets`
 # separates documents by a line without spaces, makes other texts of "01", "NA" and 2024-01-31, and gives a column the
@@ -90,22 +93,36 @@ def _check_numbered_classes(names: Sequence[str]) -> None:
                 )
 
 
-def _check_first_header(path: str) -> None:
-    """Raises a ValueError unless a FASTA file begins with the header of a sequence, after comments: `datasets` leaves
-    out all lines before the first header, without a message."""
+def _check_sequences(path: str) -> bool:
+    """Whether a FASTA file has a sequence. All of it is read, because `datasets` leaves out lines before the first
+    header and takes the numbers of lines for bases, without a message, and names neither file nor line of a fault in a
+    stream.
+
+    Raises:
+        ValueError: unless it begins with a header, after comments; if a line of a sequence has a digit, is not UTF-8,
+            or the file is damaged.
+    """
     with open_file(path) as file:
         if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
             raise ValueError(
                 f"{path} begins with a byte-order mark, which hides its first header: save it as UTF-8 without one."
             )
+    has_header = False
     for number, line in enumerate(lines_of_any_system(path), start=1):
         if line.startswith(">"):
-            return
-        if line.strip() and not line.startswith(";"):
-            raise ValueError(
-                f"{path}, line {number}: {line.strip()[:30]!r} is before the first header. A FASTA file has a header "
-                "before each sequence, such as >chr1."
-            )
+            has_header = True
+        elif not line.startswith(";"):
+            if not has_header and line.strip():
+                raise ValueError(
+                    f"{path}, line {number}: {line.strip()[:30]!r} is before the first header. A FASTA file has a "
+                    "header before each sequence, such as >chr1."
+                )
+            if digit := _DIGIT.search(line):
+                raise ValueError(
+                    f"{path}, line {number}: {line.strip()[:30]!r} has the digit {digit[0]!r}, which would be read as "
+                    "a base. Leave out numbers of lines and bases, as in the lines of GenBank files."
+                )
+    return has_header
 
 
 def _load(
@@ -197,9 +214,8 @@ def load_files(
         return _load_texts(names, flag, cache_dir, streaming)
     if ending in JSON:
         return load_json(names, flag, cache_dir, streaming)
-    if _READERS[ending] is _FASTA:
-        for name in names:
-            _check_first_header(name)
+    if _READERS[ending] is _FASTA and True not in [_check_sequences(name) for name in names]:
+        raise no_rows(names, flag)
     try:
         filled = list(filter(_has_rows, names))
         dataset = _load(filled, ending, cache_dir, streaming) if filled else Dataset.from_dict({})
