@@ -293,6 +293,8 @@ def test_fields_come_from_the_source(tmp_path):
             converted_config(other)
     with pytest.raises(ValueError, match="is_decoder=False"):
         converted_config(BertConfig(is_decoder=True))
+    with pytest.raises(ValueError, match=r"pad_token_id=None, but a roberta .* usually pad_token_id=1"):
+        converted_config(RobertaConfig(pad_token_id=None))
 
 
 @pytest.mark.parametrize(

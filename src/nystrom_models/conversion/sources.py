@@ -240,6 +240,11 @@ def source_kind(config: PreTrainedConfig) -> SourceKind:
             "The source is a decoder (is_decoder or add_cross_attention), whose attention is causal: give a "
             "checkpoint with is_decoder=False and add_cross_attention=False."
         )
+    if kind is _ROBERTA and config.pad_token_id is None:
+        raise ValueError(
+            f"The source has pad_token_id=None, but a {config.model_type} counts its positions from the padding token "
+            "on: give it the one of its training, which is usually pad_token_id=1, in its config.json."
+        )
     return kind
 
 
