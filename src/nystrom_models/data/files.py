@@ -44,6 +44,9 @@ _FASTA: tuple[str, dict[str, Any]] = ("fasta", {"columns": ["id", "description",
 
 _DIGIT = re.compile("[0-9]")
 
+# The lines of a FASTA file that are checked: they show its format, and a whole genome would take a minute each start.
+_CHECKED_LINES = 10_000
+
 # The reader of `datasets` for a suffix, and its options. Texts, tables and JSON are read by this package: `datasets`
 # separates documents by a line without spaces, makes other texts of "01", "NA" and 2024-01-31, and gives a column the
 # type of its first rows.
@@ -94,13 +97,12 @@ def _check_numbered_classes(names: Sequence[str]) -> None:
 
 
 def _check_sequences(path: str) -> bool:
-    """Whether a FASTA file has a sequence. All of it is read, because `datasets` leaves out lines before the first
-    header and takes the numbers of lines for bases, without a message, and names neither file nor line of a fault in a
-    stream.
+    """Whether a FASTA file has a sequence. `datasets` leaves out lines before the first header and takes the numbers
+    of lines for bases, without a message, and names neither file nor line of a fault in a stream.
 
     Raises:
-        ValueError: unless it begins with a header, after comments; if a line of a sequence has a digit, is not UTF-8,
-            or the file is damaged.
+        ValueError: unless it begins with a header, after comments; if one of the first lines after it has a digit, is
+            not UTF-8, or is not there because the file is damaged.
     """
     with open_file(path) as file:
         if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
@@ -109,6 +111,8 @@ def _check_sequences(path: str) -> bool:
             )
     has_header = False
     for number, line in enumerate(lines_of_any_system(path), start=1):
+        if has_header and number > _CHECKED_LINES:
+            break
         if line.startswith(">"):
             has_header = True
         elif not line.startswith(";"):
