@@ -109,3 +109,7 @@ def test_an_unknown_flag_is_named_with_a_known_one(given, expected, capsys):
             (TokenClassificationArguments, FinetuningOptimizationArguments), ["--output_dir", "x", *given.split()]
         )
     assert f"error: unknown {expected}" in capsys.readouterr().err
+    if "--fp16" in given:  # not a flag of a script that lacks it
+        with pytest.raises(SystemExit, match="2"):
+            parse_arguments((FinetuningOptimizationArguments,), ["--fp16"])
+        assert "error: unknown --fp16; --help" in capsys.readouterr().err

@@ -275,7 +275,8 @@ def _no_such_flags(unknown: Sequence[str], known: Sequence[str]) -> str:
         if not flag.startswith("-"):
             continue  # the value of an unknown flag
         name = flag.lstrip("-").replace("-", "_")
-        near = [_OF_TRAINER[name]] if name in _OF_TRAINER else get_close_matches(name, known, n=1)
+        ours = _OF_TRAINER.get(name, "")
+        near = [ours] if ours.split(" ")[0] in known else get_close_matches(name, known, n=1)
         near = near or [other for other in known if f"_{name}_" in f"_{other}_"][:3]
         found.append(flag + (f" (did you mean {' or '.join(f'--{other}' for other in near)}?)" if near else ""))
     return f"unknown {', '.join(found or unknown)}; --help lists all flags"
