@@ -29,7 +29,8 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     )
     run = finetune if arguments.grid is None else finetune_grid
     splits = load_data(arguments, arguments.test_file, arguments.do_train, load_squad_files)
-    splits = {split: without_impossible_answers(rows, f"the {split} set") for split, rows in splits.items()}
+    if arguments.dataset_name is not None:  # files are read so already
+        splits = {split: without_impossible_answers(rows, f"the {split} set") for split, rows in splits.items()}
     return run(arguments, optimization, arguments.task(), splits)
 
 

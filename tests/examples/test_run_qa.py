@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import run_qa
+from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 from tests.training import processes
@@ -97,6 +98,23 @@ def test_answers_and_their_absence(trained):
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
         for entry in entries:
             assert contexts[name][entry["start"] : entry["end"]].strip() == entry["text"]
+
+
+def test_impossible_questions_of_a_data_set_have_no_answers(trained, tmp_path):
+    """A data set may keep plausible answers, here the first word, beside `is_impossible`."""
+    folder, results, dev = trained
+    rows = []
+    for document in json.loads(Path(dev).read_text())["data"]:
+        [paragraph] = document["paragraphs"]
+        [question] = paragraph["qas"]
+        found = question["answers"] or [{"text": paragraph["context"].split()[0], "answer_start": 0}]
+        answers = {field: [answer[field] for answer in found] for field in ("text", "answer_start")}
+        rows.append(question | {"context": paragraph["context"], "answers": answers})
+    (tmp_path / "data").mkdir()
+    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "validation.parquet")
+    options = ["--no_do_train", "--dataset_name", f"{tmp_path}/data", "--version_2_with_negative"]
+    scores = run(f"{folder}/output", tmp_path, *options)["validation"]
+    assert scores == pytest.approx(results["validation"], rel=1e-4)
 
 
 def test_a_threshold_moves_answers_to_none(trained, tmp_path):
