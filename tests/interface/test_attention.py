@@ -346,6 +346,21 @@ def test_other_graphs(name):
         assert relative_error(graph(**inputs).last_hidden_state, expected) < 1e-5
 
 
+def test_an_export_with_a_mask_takes_every_length():
+    """Also lengths at which the model's rows are exact, although the graph was recorded with longer ones."""
+    model = use_nystrom(make("BERT"), M)
+    inputs = {"input_ids": tokens(), "attention_mask": torch.ones_like(tokens())}
+    inputs["attention_mask"][0, 30:] = 0
+    sizes = {key: {0: torch.export.Dim("batch", max=8), 1: torch.export.Dim("length", max=80)} for key in inputs}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=sizes).module()
+    for length in (2, M, M + 1, 35):
+        shorter = {name: tensor[:, :length].clone() for name, tensor in inputs.items()}
+        shorter["attention_mask"][1, length // 2 :] = 0
+        valid = shorter["attention_mask"].bool()
+        found, expected = (graph(**shorter).last_hidden_state[valid] for graph in (exported, model))
+        assert relative_error(found, expected) < 1e-5
+
+
 @pytest.mark.slow
 def test_masks_are_looked_at_in_graphs():
     """One graph for all lengths; a mask that differs between queries is refused at run time, not taken as a mask of

@@ -113,7 +113,8 @@ def nystrom_mask(
 def segments_of(attention_mask: Tensor, key_mask: Tensor, settings: LayerSettings) -> Segments | None:
     """`landmark_segments` of the key mask (B, K), if `nystrom_mask` made the attention mask; None otherwise."""
     num_landmarks = settings.num_landmarks
-    if key_mask.shape[1] <= num_landmarks or is_tracing(attention_mask):
+    # In this order: comparing the length first would bind an exported graph to lengths beyond M.
+    if is_tracing(attention_mask) or key_mask.shape[1] <= num_landmarks:
         return None
     known = _segments.get(attention_mask)
     if known is None:
