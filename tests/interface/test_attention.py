@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModel
 
 from nystrom_models import LinearTransformerConfig, NystromformerConfig, NystromformerModel, use_nystrom
@@ -344,6 +345,25 @@ def test_other_graphs(name):
     exported = torch.export.export(model, (), inputs).module()
     for graph in (compiled, exported):
         assert relative_error(graph(**inputs).last_hidden_state, expected) < 1e-5
+
+
+def test_second_derivatives_by_plain_operations():
+    """PyTorch's fused attention has none; `SDPBackend.MATH` has, backwards and forwards."""
+    model, along = use_nystrom(make("BERT").double(), M), torch.randn(2, 40, 32, dtype=torch.float64)
+    embeddings, mask = torch.randn_like(along), torch.ones(2, 40, dtype=torch.long)
+    mask[1, 30:] = 0
+
+    def total(embeddings):
+        states = model(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state
+        return (states.sin() * mask[..., None]).sum()
+
+    gradient = torch.func.grad(total)
+    after, before = (gradient(embeddings + step * along) for step in (1e-6, -1e-6))
+    with sdpa_kernel(SDPBackend.MATH):
+        _, forwards = torch.func.jvp(gradient, (embeddings,), (along,))
+        backwards = torch.func.grad(lambda states: (gradient(states) * along).sum())(embeddings)
+    for product in (forwards, backwards):
+        assert relative_error(product, (after - before) / 2e-6) < 1e-6
 
 
 def test_an_export_with_a_mask_takes_every_length():
