@@ -15,12 +15,13 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import nystrom_models  # noqa: F401, registers the models
-from nystrom_models.checkpoint import load_tokenizer
+from nystrom_models.checkpoint import load_complete, load_config, load_tokenizer
 from nystrom_models.data import CausalCollator, causal_dataset, causal_tokenizer, eval_dataloader
 from nystrom_models.data.files import load_files
+from nystrom_models.models.configuration_base import BaseConfig
 from nystrom_models.training import create_accelerator
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.causal import NO_LIMIT, held_out_scores
@@ -53,11 +54,15 @@ class ContextArguments:
 
 def measure(name: str, documents: Dataset, args: ContextArguments, accelerator: Accelerator) -> list[dict[str, float]]:
     """The scores of a model at each length. A length beyond `max_position_embeddings` is left out, with a message."""
-    config = AutoConfig.from_pretrained(name)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"--models {name} is a {config.model_type}, which is not causal: give models of run_clm.py.")
+    config = load_config(name)
+    if not (isinstance(config, BaseConfig) and config.is_decoder):
+        # Other causal models take no `seq_idx`: they would also see the documents before, in the same row.
+        raise ValueError(
+            f"--models {name} is a {config.model_type}, but must be a causal model of this package: give models of "
+            "run_clm.py."
+        )
     tokenizer = causal_tokenizer(load_tokenizer(name))
-    model = AutoModelForCausalLM.from_pretrained(name)
+    model = load_complete(AutoModelForCausalLM, name, "give models of run_clm.py.")
     tokenizer.model_max_length = longest = model.config.max_position_embeddings or NO_LIMIT
     model = accelerator.prepare(model)
     found = []

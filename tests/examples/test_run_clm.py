@@ -13,7 +13,7 @@ import torch
 import train_tokenizer
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DistilBertConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DistilBertConfig, GPT2Config
 from transformers import pipeline as hf_pipeline
 
 from nystrom_models import LinearTransformerConfig, LinearTransformerForCausalLM
@@ -180,11 +180,43 @@ def test_bits_per_byte_over_the_length_of_the_context(trained, tmp_path):
     written = json.loads((tmp_path / "context" / "context_lengths.json").read_text())
     assert written["results"] == found and "torch" in written["versions"]
     assert (tmp_path / "context" / "context_lengths.png").read_bytes().startswith(b"\x89PNG")
-    DistilBertConfig(vocab_size=9).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ValueError, match="is a distilbert, which is not causal: give models of run_clm"):
-        context_lengths.main(["--models", str(tmp_path / "bert"), *options[6:]])
     with pytest.raises(ValueError, match="--labels must be 2 different names"):
         context_lengths.main([*options, "--labels", "one", "one"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DistilBertConfig(vocab_size=9),
+        LinearTransformerConfig(vocab_size=9),
+        # It would see the documents before, in the same row.
+        GPT2Config(vocab_size=500, n_embd=8, n_layer=1, n_head=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_contexts_need_a_causal_model_of_this_package(trained, tmp_path, config):
+    AutoModel.from_config(config).save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(trained[0]).save_pretrained(tmp_path / "other")
+    (tmp_path / "unseen.txt").write_text(document(500), encoding="utf-8")
+    options = ["--validation_file", str(tmp_path / "unseen.txt"), "--output_dir", str(tmp_path), "--lengths", "8"]
+    with pytest.raises(ValueError, match=f"is a {config.model_type}, but must be a causal model of this package"):
+        context_lengths.main(["--models", str(tmp_path / "other"), *options])
+
+
+def test_contexts_are_measured_in_float32_and_without_random_weights(trained, tmp_path):
+    (tmp_path / "unseen.txt").write_text(document(500), encoding="utf-8")
+    options = ["--validation_file", str(tmp_path / "unseen.txt"), "--output_dir", str(tmp_path), "--lengths", "8"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained[0]), AutoTokenizer.from_pretrained(trained[0])
+    for name, dtype in (("half", torch.bfloat16), ("rounded", torch.float32)):
+        model.to(torch.bfloat16).to(dtype).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    found = context_lengths.main(["--models", str(tmp_path / "half"), str(tmp_path / "rounded"), *options])
+    assert found["half"] == found["rounded"]
+    config = LinearTransformerConfig.from_dict({**model.config.to_dict(), "tie_word_embeddings": False})
+    LinearTransformerForCausalLM(config).base_model.save_pretrained(tmp_path / "headless")
+    tokenizer.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"lacks .* weights of LinearTransformerForCausalLM.*give models of run_clm"):
+        context_lengths.main(["--models", str(tmp_path / "headless"), *options])
 
 
 def test_the_pipeline_generates(trained):
