@@ -632,7 +632,8 @@ def test_new_tokens_are_classified_with_a_mask_of_all_columns(pooling):
 def test_losses_of_new_tokens_with_a_mask_of_all_columns(head):
     model = make_model("linear-causal", head)
     ids, mask = torch.randint(3, 99, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, 15:] = 0
+    # The third of the new tokens is valid, that of all columns is not.
+    mask[1, :4] = mask[1, 15:] = 0
     places = torch.tensor([7, 2])
     targets = {"start_positions": places, "end_positions": places}
     if head == "ForTokenClassification":

@@ -283,15 +283,14 @@ class BaseForQuestionAnswering(BasePreTrainedModel):
         attention_mask: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
-        if attention_mask is not None:
-            # Padding cannot be the answer: the loss must not depend on the amount of padding.
-            mask = attention_mask[:, -logits.shape[1] :].to(logits.device)
-            logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
-        positions = int64_labels(positions).flatten()
+        positions = int64_labels(positions).flatten().to(logits.device)
         outside = (positions < 0) | (positions >= logits.shape[1])
         if attention_mask is not None and logits.shape[1] > 0:
-            within = positions.clamp(0, logits.shape[1] - 1)[:, None]
-            outside |= (attention_mask.to(positions.device).gather(1, within) == 0)[:, 0]
+            # Padding cannot be the answer: the loss must not depend on the amount of padding. A mask may begin with
+            # the columns of tokens in a cache.
+            padding = (attention_mask[:, -logits.shape[1] :] == 0).to(logits.device)
+            logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+            outside |= padding.gather(1, positions.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
         return cross_entropy(logits, positions.masked_fill(outside, IGNORED), num_items_in_batch)
 
 
