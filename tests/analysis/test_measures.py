@@ -129,6 +129,7 @@ def test_errors_of_parts_are_added_as_squares():
         ([(16, 0.3), (64, 0.2)], 100),
         ([(64, 0.01), (16, 0.02)], 16),
         ([(128, 0.0), (16, 0.5)], 100),
+        ([(16, 0.05), (32, float("nan")), (64, 0.05)], 64),  # NaN is never enough
     ],
 )
 def test_the_landmarks_that_an_error_needs(errors, needed):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures and tables show the figures that were measured, each in its place."""
 
+import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -11,7 +13,7 @@ from matplotlib.figure import Figure
 from nystrom_models.analysis import Inspection, Layer, Setting
 from nystrom_models.analysis.drawing import pictures
 from nystrom_models.analysis.page import page
-from nystrom_models.analysis.report import content
+from nystrom_models.analysis.report import content, write_report
 from nystrom_models.analysis.results import Spectrum, Sums
 
 MAIN = Setting(16, "nystrom", 4, 6)
@@ -73,6 +75,21 @@ def test_figures_have_five_digits(inspection):
     for row in content(inspection, error=0.1, **parts)["errors"]:
         setting = Setting(*(row[name] for name in Setting._fields))
         assert row["output_error"] == pytest.approx(inspection.layer_error(row["layer"], setting), rel=5e-5)
+
+
+def test_a_pseudo_inverse_that_diverged_is_reported(inspection, tmp_path):
+    """After too many iterations, its errors are NaN: never enough, null in the file, and left out of the pictures."""
+    for layer in inspection.layers.values():
+        for number in (2, 4):
+            layer.errors[MAIN._replace(num_landmarks=number)].output[:] = math.nan
+    parts = {"model": {"name": "", "model_type": ""}, "settings": {"texts": 1}, "command": "", "versions": {}}
+    write_report(inspection, content(inspection, error=0.9, **parts), tmp_path)
+    found = json.loads((tmp_path / "inspection.json").read_text())
+    assert found["needed"]["num_landmarks"]["by_layer"] == [16, 16]
+    assert {row["output_error"] for row in found["errors"] if row["length"] == 16 and row["pinv_iterations"] == 6} == {
+        None
+    }
+    assert None not in {row["output_error"] for row in found["errors"] if row["pinv_iterations"] == 4}
 
 
 def drawn(inspection):

@@ -2,6 +2,7 @@
 """Pictures of an `Inspection`, by matplotlib."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -279,7 +280,8 @@ def _masked_accuracy(inspection: Inspection, figure: Figure) -> None:
     by_number.set_xscale("log", base=2)
     by_number.set_xticks(numbers, [f"{number:,}" for number in numbers])
     by_number.set(xlabel="landmarks", ylabel="accuracy of masked tokens")
-    by_error.set(xlabel="relative error of the output", xlim=(-0.05 * max(errors), 1.1 * max(errors)))
+    largest = max(filter(math.isfinite, errors), default=1.0)
+    by_error.set(xlabel="relative error of the output", xlim=(-0.05 * largest, 1.1 * largest))
     for axes in (by_number, by_error):
         axes.grid(alpha=0.2)
 

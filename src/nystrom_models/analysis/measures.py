@@ -109,7 +109,7 @@ def smallest_sufficient(errors: Sequence[tuple[int, float]], error: float, exact
     for number, measured in sorted(errors, reverse=True):
         if number >= exact:
             continue
-        if measured > error:
+        if not measured <= error:  # also NaN, after too many iterations of the pseudo-inverse
             break
         found = number
     return found

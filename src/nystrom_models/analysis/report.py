@@ -2,6 +2,7 @@
 """An `Inspection` as files: inspection.json, inspection.html and pictures."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,15 @@ SCHEMA_VERSION = 1
 MOST = 10
 
 
+def _json(value: Any) -> Any:
+    """`value` with null in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def content(
     inspection: Inspection,
     *,
@@ -27,7 +37,8 @@ def content(
     versions: Mapping[str, str],
     token: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of inspection.json.
+    """The content of inspection.json, in which numbers that are not finite become null. They come from too many
+    iterations of the pseudo-inverse.
 
     - schema_version, command, versions, model (name, model_type) and settings, as given.
     - layers: layer (its number), name, num_heads. skipped_layers: name, reason.
@@ -88,7 +99,7 @@ def write_report(inspection: Inspection, content: Mapping[str, Any], output_dir:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "inspection.html", folder / "inspection.json"]
     paths[0].write_text(page(inspection, content, content["needed"]["error"]), encoding="utf-8")
-    paths[1].write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    paths[1].write_text(json.dumps(_json(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for picture in pictures(inspection):
         paths.append(folder / f"{picture.name}.png")
         picture.save(paths[-1])
