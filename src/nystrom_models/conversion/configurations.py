@@ -87,8 +87,9 @@ def converted_config(source: str | os.PathLike | PreTrainedConfig, family: str |
 def _family_fields(source_config: PreTrainedConfig, config_class: type[BaseConfig]) -> dict[str, Any]:
     """The family's own fields, without those of `BaseConfig`, as far as the source determines them."""
     own = {item.name for item in dataclasses.fields(config_class)}
+    base = {item.name for item in dataclasses.fields(BaseConfig)}
     if source_config.model_type == config_class.model_type:
-        return {name: getattr(source_config, name) for name in own - _base_fields()}
+        return {name: getattr(source_config, name) for name in own - base}
     fields: dict[str, Any] = {}
     if source_kind(source_config).is_ours:
         # The convolution of the values is the same layer in every family.
@@ -120,10 +121,6 @@ def _check_direction(config: BaseConfig, source_config: PreTrainedConfig) -> Non
             "attends to the whole sequence cannot be converted to one that attends only to previous tokens, nor the "
             f"reverse. Set is_decoder={is_causal}."
         )
-
-
-def _base_fields() -> set[str]:
-    return {item.name for item in dataclasses.fields(BaseConfig)}
 
 
 def check_config(config: BaseConfig, source_config: PreTrainedConfig, head: str) -> None:

@@ -33,16 +33,8 @@ class AttentionInputs(NamedTuple):
 
 def exact_model(source: SourceModel, config: Any, positions: str) -> Any:
     """The encoder of the source with softmax attention at every length, for the positions of `config`: a
-    `NystromformerModel` in float32.
-
-    Raises:
-        ValueError: if the source has no softmax attention to compare with.
+    `NystromformerModel` in float32. The source must attend by softmax (`SourceKind.attends_exactly`).
     """
-    if not source.kind.attends_exactly(source.config):
-        raise ValueError(
-            f"sample: a source with model_type={source.config.model_type!r} has no softmax attention to start from: "
-            "omit the sample, or convert a BERT or a Nyströmformer."
-        )
     exact = converted_config(
         source.config,
         NystromformerConfig.model_type,

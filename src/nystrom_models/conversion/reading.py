@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint import naming_damage
-from .sources import SourceKind, check_head, source_head, source_kind
+from .sources import SourceKind, source_head, source_kind
 
 # Prefixes of the weights of heads for fine-tuning.
 _TASK_WEIGHTS = ("classifier.", "pre_classifier.", "qa_outputs.", "sequence_summary.")
@@ -63,23 +63,20 @@ def _missing(info: dict[str, Any]) -> set[str]:
 
 
 def read_source(
-    model_name_or_path: str | os.PathLike, config: PreTrainedConfig, head: str | None, arguments: dict[str, Any]
+    model_name_or_path: str | os.PathLike, config: PreTrainedConfig, head: str, arguments: dict[str, Any]
 ) -> SourceModel:
     """Reads a checkpoint.
 
     Args:
         model_name_or_path: a folder or a name on the Hub.
         config: the checkpoint's configuration.
-        head: the head to convert; None for the head of the class that it was saved from.
+        head: the head to convert, see `check_head`.
         arguments: of `from_pretrained`.
 
     Raises:
-        ValueError: if the encoder does not match its configuration, or the head has no counterpart, or a file is
-            damaged.
+        ValueError: if the encoder does not match its configuration, or a file is damaged.
     """
     kind = source_kind(config)
-    head = source_head(config) if head is None else head
-    check_head(head, config)
     # Heads of other tasks have weights of the same names, which would be read as those of this head.
     is_other_task = head not in ("ForPreTraining", "ForMaskedLM") and head != source_head(config, head)
     reader = getattr(transformers, kind.pretraining_class) if head == "ForPreTraining" else auto_class(head)

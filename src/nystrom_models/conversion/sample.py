@@ -93,8 +93,8 @@ class Sample:
         rows = self.tokens[: count * inner].view(count, inner)
         return torch.cat([self.before.expand(count, -1), rows, self.after.expand(count, -1)], dim=1).long()
 
-    def split(self, length: int, most_tokens: int = MOST_TOKENS) -> tuple[Tensor, Tensor]:
+    def split(self, length: int) -> tuple[Tensor, Tensor]:
         """Rows to start from and held-out rows to measure on, (R, length) each; raises the errors of `rows`."""
-        rows = self.rows(length, most_tokens, least=2)
+        rows = self.rows(length, least=2)
         held_out = torch.arange(len(rows)) % HELD_OUT == min(HELD_OUT, len(rows)) - 1
         return rows[~held_out], rows[held_out]
