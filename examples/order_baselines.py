@@ -23,7 +23,8 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, ShuffleSplit
 
-from nystrom_models.data.masking import IGNORED, PretrainingCollator
+from nystrom_models.data.masking import PretrainingCollator
+from nystrom_models.models.losses import IGNORED
 from nystrom_models.training.arguments import parse_arguments
 from nystrom_models.training.optimization import OptimizationArguments
 from nystrom_models.training.pretraining import PretrainingArguments, pretraining_rows, read_model_inputs

@@ -19,9 +19,9 @@ from datasets import Sequence as Column
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..models.losses import IGNORED
 from .caching import with_code
 from .encoding import encode_texts
-from .masking import IGNORED
 from .pretraining import MAX_ROWS_OF_A_DOCUMENT, texts_of
 from .rows import documents_of_a_batch
 from .special_tokens import Template

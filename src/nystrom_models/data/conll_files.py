@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
-from .file_rows import check_files, lines_of_any_system, rows_of_files
+from .file_rows import check_files, lines_of_any_system, rows_of_files, suffix
 from .files import load_files
 
 # Files of rows with lists, which are not in this format.
@@ -79,9 +79,9 @@ def load_conll_files(
         FileNotFoundError, ValueError: as [`load_files`] does; with file and line if columns are missing.
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    if any(name.removesuffix(".gz").lower().endswith(_WITH_LISTS) for name in names):
+    if any(suffix(name) in _WITH_LISTS for name in names):
         return load_files(names, flag, cache_dir)
-    if tables := [name for name in names if name.removesuffix(".gz").lower().endswith(".csv")]:
+    if tables := [name for name in names if suffix(name) == ".csv"]:
         raise ValueError(
             f"{tables[0]}, given by {flag}: .csv files cannot hold lists of words. Give .jsonl or .parquet, or a word "
             "and its label in each line, separated by a tab, in a .tsv or .conll file."

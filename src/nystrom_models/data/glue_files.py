@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from .file_rows import decoded_lines
+from .file_rows import check_files, decoded_lines
 from .files import FORMATS, file_ending, load_files
 from .glue import GLUE_TASKS
 
@@ -102,9 +102,7 @@ def load_glue_files(
         FileNotFoundError, ValueError: as [`load_files`]; with file and line if fields are missing.
     """
     names = [os.fspath(path) for path in paths]
-    for name in names:
-        if not os.path.isfile(name):
-            raise FileNotFoundError(f"{flag} {name} is not a file.")
+    check_files(names, flag)
     if all(file_ending(name) == ".tsv" for name in names):
         dataset = concatenate_datasets([_read_tsv(name, task_name, flag.startswith("--test")) for name in names])
     else:

@@ -213,6 +213,7 @@ def _rows_of_json(
 def load_json(
     names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
+    """`.json` or `.jsonl` files, as [`files.load_files`] reads them, whose arguments and errors these are."""
     if streaming:  # without types: they would be those of the first rows, and later values would be cast to them
         columns = _columns(islice(chain.from_iterable(map(json_rows, names)), PART))
         return stream_of_files(_rows_of_json, None, names, columns=columns)

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..models.losses import IGNORED
 from .special_tokens import Template
-
-IGNORED = -100  # the label of tokens that are not predicted
 
 
 @dataclass

@@ -273,8 +273,9 @@ def pretraining_dataset(
 
     Each document is tokenized once and cut into rows of up to `max_length` tokens, special tokens included, without
     gaps between them. A row has as many whole sentences as it can. A sentence that is longer than a row is cut between
-    words, and its rows are not split into pairs: half a sentence at a border of a segment would show the order. Half
-    of the documents are cut from their end, so that the lengths of the segments do not show it, either.
+    words, and its rows are not split into pairs: half a sentence at a border of a segment would show the order. Of
+    the parts of documents, of 64 rows each, half are cut from their end, so that the lengths of the segments do not
+    show it, either.
 
     Args:
         dataset: one document in each row.

@@ -12,7 +12,7 @@ from datasets import Dataset
 from tokenizers import Encoding
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from .classification import is_table, require_column
+from .classification import is_table, require_column, require_texts
 from .rows import documents_of_a_batch, make_rows, padding_on_the_right
 from .unknown_text import check_known_documents
 from .windows import window_starts
@@ -68,9 +68,7 @@ def without_impossible_answers(dataset: Dataset, where: str) -> Dataset:
 def require_questions(dataset: Dataset, where: str) -> None:
     """Raises a ValueError unless each row has a question and a context, and ids, if there are any, all differ."""
     for column in ("question", "context"):
-        require_column(dataset, column, where)
-        if (dtype := getattr(dataset.features[column], "dtype", None)) not in ("string", "large_string"):
-            raise ValueError(f"The column {column!r} of {where} must hold text, but holds {dtype or 'lists'}.")
+        require_texts(dataset, column, where)
     if "id" in dataset.column_names:
         seen: dict[Any, int] = {}
         for row, name in enumerate(dataset["id"], start=1):
@@ -86,9 +84,7 @@ def require_questions(dataset: Dataset, where: str) -> None:
 
 def require_answers(dataset: Dataset, version_2: bool, where: str) -> None:
     """Raises a ValueError, with row and field, unless every answer is in its context at the given place."""
-    if "answers" not in dataset.column_names:
-        columns = dataset.column_names
-        raise ValueError(f"{where[0].upper()}{where[1:]} has no column 'answers'; its columns are {columns}.")
+    require_column(dataset, "answers", where, values=False)
     for number, row in enumerate(dataset.select_columns(["context", "answers"]), start=1):
         try:
             answers = answers_of(row["answers"])
@@ -290,7 +286,7 @@ class QuestionAnsweringCollator(DataCollatorWithPadding):
             mask = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
             for values, row in zip(mask, features, strict=True):
                 values[row["context_start"] : row["context_start"] + len(row["char_starts"])] = True
-            batch |= {"context_mask": mask}
+            batch["context_mask"] = mask
             for name in ("index", "null_position"):
                 batch[name] = torch.tensor([row[name] for row in features])
         return batch

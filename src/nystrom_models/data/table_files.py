@@ -77,6 +77,7 @@ def _rows_of_tables(files: Sequence[tuple[str, int, int]]) -> Iterator[dict[str,
 def load_tables(
     names: Sequence[str], flag: str, cache_dir: str | os.PathLike | None, streaming: bool
 ) -> Dataset | IterableDataset:
+    """`.csv` or `.tsv` files, as [`files.load_files`] reads them, whose arguments and errors these are."""
     # Here, because a stream is read file by file, while training.
     features = Features({name: Value("string") for name in _columns(names)})
     if not features:

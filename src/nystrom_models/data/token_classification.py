@@ -10,13 +10,11 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerBase
 
+from ..models.losses import IGNORED
 from .classification import has_lists, require_column, require_full_lists
 from .rows import make_rows, padding_on_the_right
 from .unknown_text import check_known_documents
 from .windows import owners, word_windows
-
-# The label of a token without one.
-IGNORED = -100
 
 
 @dataclass(frozen=True)

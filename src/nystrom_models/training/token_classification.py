@@ -15,7 +15,6 @@ from transformers import AutoModelForTokenClassification
 
 from ..data.metrics.entities import entity_scores, without_scheme
 from ..data.token_classification import (
-    IGNORED,
     TokenClassificationCollator,
     TokenTask,
     put_spaces_before_words,
@@ -26,6 +25,7 @@ from ..data.token_classification import (
     tag_values,
     token_classification_dataset,
 )
+from ..models.losses import IGNORED
 from .finetuning import FinetuningArguments, FinetuningRun, class_names
 from .objectives import Batch, ClassificationObjective, Objective
 
