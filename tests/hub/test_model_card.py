@@ -141,10 +141,11 @@ def test_a_model_of_several_labels_gives_all_of_them(tmp_path, capsys):
     tokenizer = train_tokenizer(["one two three"] * 4, model_max_length=16, show_progress=False)
     options = {"problem_type": "multi_label_classification", "vocab_size": len(tokenizer), "num_labels": 3}
     model = make_model("linear-elu", "ForSequenceClassification", **options)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    folder = tmp_path / "modèle 🙂"  # written as such in Python, where JSON's escapes are two characters
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     for example in ("one two", ("one two", "three")):
-        text = model_card(tmp_path, data="Texts.", example=example, hub_model_id=str(tmp_path)).text
+        text = model_card(folder, data="Texts.", example=example, hub_model_id=str(folder)).text
         exec(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0], {})
         found = {row["label"]: row["score"] for row in ast.literal_eval(capsys.readouterr().out)}
         texts = [example] if isinstance(example, str) else example

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 from ..models.configuration_base import BaseConfig
 from ..models.configuration_linear_transformer import LinearTransformerConfig
 from ..models.configuration_nystromformer import NystromformerConfig
-from .model_card import FAMILIES, TEMPLATE, cost_of_attention, limits_of, span
+from .model_card import FAMILIES, TEMPLATE, cost_of_attention, limits_of, longest_of, span
 
 PAPERS = {
     "linear_transformer": (
@@ -62,11 +62,9 @@ def _attention(config: BaseConfig) -> str:
 
 
 def _summary(config: BaseConfig) -> str:
-    longest = config.max_position_embeddings
     return (
-        f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for "
-        f"{'any number of' if longest is None else f'up to {longest}'} tokens, whose attention takes "
-        f"{cost_of_attention(config)}."
+        f"A {FAMILIES[config.model_type]} of {config.num_hidden_layers} layers for {longest_of(config)} tokens, whose "
+        f"attention takes {cost_of_attention(config)}."
     )
 
 

@@ -173,6 +173,7 @@ def _usage(
 ) -> str:
     """The snippet of a card. apart: whether the model reads the two texts of a pair apart. values: those of its other
     fields."""
+    name = json.dumps(name, ensure_ascii=False)
     if apart:
         task, argument = replace(task, snippet=_PAIR), json.dumps(example, ensure_ascii=False)
     elif isinstance(example, tuple) and task.snippet is _ANSWER:
@@ -182,10 +183,10 @@ def _usage(
     else:
         argument = task.example if example is None else json.dumps(example, ensure_ascii=False)
     if task.snippet is not None:
-        return task.snippet.format(name=json.dumps(name), example=argument, options=options, **values)
+        return task.snippet.format(name=name, example=argument, options=options, **values)
     return (
         "from transformers import pipeline\n\n"
-        f'model = pipeline("{task.pipeline_tag}", model={json.dumps(name)}{options})\n'
+        f'model = pipeline("{task.pipeline_tag}", model={name}{options})\n'
         f"print({task.call.format(argument)})"
     )
 
@@ -302,7 +303,7 @@ def _saved_config(folder: Path) -> BaseConfig:
     return config
 
 
-def _longest(config: BaseConfig) -> str:
+def longest_of(config: BaseConfig) -> str:
     """How many tokens the model takes, as a phrase."""
     limit = config.max_position_embeddings
     return "any number of" if limit is None else f"up to {limit}"
@@ -427,7 +428,7 @@ def model_card(
         base_model=os.path.basename(os.path.abspath(base_model)) if base_model and local_base else base_model,
         local_base=local_base,
         num_parameters=f"{_num_parameters(folder):,}",
-        max_length=_longest(config),
+        max_length=longest_of(config),
         cost=cost_of_attention(config),
         usage=_usage(task, name, example, "", apart, **values),
         remote_usage=_usage(task, name, example, ", trust_remote_code=True", apart, **values),
