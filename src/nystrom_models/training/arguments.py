@@ -15,11 +15,8 @@ from accelerate.utils import DynamoBackend, LoggerType
 from transformers import HfArgumentParser
 
 from ..checkpoint import require_possible
-from .checkpoints import CheckpointArguments
+from .checkpoints import SOURCES, CheckpointArguments
 from .selection import Goal
-
-# Flags that name a folder or a repository on the Hub; --config_name also a file.
-_CHECKPOINTS = ("model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name")
 
 # Flags of Transformers' Trainer, which have other names in Accelerate's scripts and here.
 _OF_TRAINER = {
@@ -322,7 +319,7 @@ def parse_arguments(
         parser.error(_no_such_flags(unknown, [part.name for kind in types for part in fields(kind) if part.init]))
     parsed = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
     # As they were given: run_lra.py sets --config_name itself, to a folder that it writes later.
-    for name in _CHECKPOINTS:
+    for name in SOURCES:
         given, _ = _values_of(name, flags)
         require_possible(given[-1] if given else None, f"--{name}")
     return parsed

@@ -27,8 +27,8 @@ BEST = "best_model"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SUPERSEDED = "superseded-"
 
-# Flags that may name a folder of an earlier run.
-_SOURCES = ("model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name")
+# Flags that name a folder, which may be of an earlier run, or a repository on the Hub; --config_name also a file.
+SOURCES = ("model_name_or_path", "teacher_model_name_or_path", "config_name", "tokenizer_name")
 
 
 @dataclass
@@ -123,7 +123,7 @@ def make_way(args: CheckpointArguments, remove: bool = True) -> None:
             "Resume it (--resume_from_checkpoint latest), remove them (--overwrite_output_dir), or give another "
             "--output_dir."
         )
-    for name in _SOURCES:
+    for name in SOURCES:
         source = getattr(args, name, None)
         for folder in _of_a_run(args.output_dir):
             if source is not None and Path(source).resolve().is_relative_to(folder.resolve()):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .checkpoints import HISTORY
 from .results import read_json_lines
 
 # What the horizontal axis can show, and its label.
@@ -21,7 +22,7 @@ _HELD_OUT = "eval_"
 
 def read_history(output_dir: str | os.PathLike) -> list[dict[str, float]]:
     """The logged figures of a run, from its `--output_dir`."""
-    path = Path(output_dir, "history.jsonl")
+    path = Path(output_dir, HISTORY)
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: {output_dir} is not the --output_dir of a run that trained. Of a grid, give "

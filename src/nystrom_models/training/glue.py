@@ -52,7 +52,7 @@ def finetune_glue(
         changes = {"task_name": name, "start_from_mnli": False, "output_dir": str(folder)}
         run_args: Any = replace(args, **changes)  # type: ignore[arg-type]
         if start_from_mnli and name in FROM_MNLI:
-            source = Path(args.output_dir, "mnli", tasks["mnli"].get("run", ""))
+            source = Path(args.output_dir, "mnli", tasks["mnli"]["run"])
             # Its classifier is for other classes.
             begin = {"model_name_or_path": str(source), "config_name": None, "config_overrides": None}
             run_args = replace(run_args, **begin, ignore_mismatched_sizes=True)

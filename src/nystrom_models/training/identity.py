@@ -71,7 +71,7 @@ NOT_OF_THE_MODEL = frozenset("transformers_version _name_or_path architectures a
 # The behaviour of runs before a flag existed.
 BEFORE_THE_FLAG = {"optim": "adamw"}
 
-_PACKAGES = ("torch", "transformers", "accelerate")
+_PACKAGES = ("transformers", "accelerate")
 _SAMPLED_BLOCKS, _ROWS_OF_A_BLOCK = 250, 1000
 
 
@@ -175,7 +175,7 @@ def run_settings(*arguments: Any, **content: Any) -> dict[str, Any]:
     return {
         **flags(*arguments, leave_out=HOUSEKEEPING | SHOWN_BY_CONTENT),
         **content,
-        "versions": {"torch": torch.__version__, **{name: version(name) for name in _PACKAGES[1:]}},
+        "versions": {"torch": torch.__version__, **{name: version(name) for name in _PACKAGES}},
     }
 
 

@@ -50,9 +50,9 @@ class Objective(ABC):
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """For each loss of `batch` the number of targets that it is a mean over, int64 of shape ()."""
 
-    @abstractmethod
     def losses(self, outputs: Any) -> dict[str, Tensor]:
-        """The losses, of shape (), with the names of [`num_targets`]."""
+        """The losses, of shape (), with the names of [`num_targets`]; by default the one that the model returns."""
+        return {"loss": outputs.loss}
 
     @abstractmethod
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
@@ -135,10 +135,6 @@ class CausalObjective(Objective):
         """As `Objective.num_targets`."""
         return {"loss": (batch["labels"] != -100).sum()}
 
-    def losses(self, outputs: Any) -> dict[str, Tensor]:
-        """As `Objective.losses`."""
-        return {"loss": outputs.loss}
-
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`."""
         return classification_scores(outputs.logits[:, :-1], batch["labels"][:, 1:], "loss", "accuracy", with_loss)
@@ -151,10 +147,6 @@ class ClassificationObjective(Objective):
         """As `Objective.num_targets`."""
         return {"loss": (batch["labels"] != -100).sum()}
 
-    def losses(self, outputs: Any) -> dict[str, Tensor]:
-        """As `Objective.losses`."""
-        return {"loss": outputs.loss}
-
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`."""
         return classification_scores(outputs.logits, batch["labels"], "loss", "accuracy", with_loss)
@@ -166,10 +158,6 @@ class QuestionAnsweringObjective(Objective):
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""
         return {"loss": torch.tensor(len(batch["start_positions"]), device=batch["start_positions"].device)}
-
-    def losses(self, outputs: Any) -> dict[str, Tensor]:
-        """As `Objective.losses`."""
-        return {"loss": outputs.loss}
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`; the accuracy is that of both tokens together."""
@@ -196,10 +184,6 @@ class MultiLabelObjective(Objective):
         """As `Objective.num_targets`."""
         return {"loss": torch.tensor(batch["labels"].numel(), device=batch["labels"].device)}
 
-    def losses(self, outputs: Any) -> dict[str, Tensor]:
-        """As `Objective.losses`."""
-        return {"loss": outputs.loss}
-
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`."""
         logits, labels = outputs.logits.float(), batch["labels"].float()
@@ -217,10 +201,6 @@ class RegressionObjective(Objective):
     def num_targets(self, batch: Batch) -> dict[str, Tensor]:
         """As `Objective.num_targets`."""
         return {"loss": torch.tensor(len(batch["labels"]), device=batch["labels"].device)}
-
-    def losses(self, outputs: Any) -> dict[str, Tensor]:
-        """As `Objective.losses`."""
-        return {"loss": outputs.loss}
 
     def scores(self, outputs: Any, batch: Batch, with_loss: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
         """As `Objective.scores`."""

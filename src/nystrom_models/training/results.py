@@ -6,7 +6,6 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from .identity import flags
 
 RESULTS = "all_results.json"
 PACKAGES = ("transformers", "accelerate", "datasets", "evaluate")
@@ -78,12 +78,7 @@ def results_content(
     return _json(
         {
             "results": results,
-            "arguments": {
-                name: value
-                for part in arguments
-                for name, value in asdict(part).items()
-                if not name.endswith("_token")
-            },
+            "arguments": flags(*arguments, leave_out=()),
             "identity": dict(identity or {}),
             "versions": {
                 "python": platform.python_version(),
