@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..checkpoint import load_complete, load_tokenizer
+from ..conversion.reading import without_load_report
 from ..models.configuration_nystromformer import NystromformerConfig
 from ..models.modeling_base import BasePreTrainedModel
 from .env import environment
@@ -199,16 +199,12 @@ def _model(
     """The model, with its head if masked tokens are to be predicted, and its encoder; in float32, so that the error of
     the approximation is measured and not that of rounding."""
     model_class = AutoModelForMaskedLM if arguments.mlm_accuracy else AutoModel
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would report each weight of heads that are not loaded
-    try:
+    with without_load_report():
         whole = load_complete(
             model_class,
             arguments.checkpoint,
             "give a complete checkpoint, and one with a masked language modelling head for --mlm_accuracy.",
         ).to(device)
-    finally:
-        logging.set_verbosity(verbosity)
     if arguments.mlm_accuracy:
         if tokenizer.mask_token_id is None or whole.config.is_encoder_decoder:
             raise ValueError("--mlm_accuracy needs an encoder, and a tokenizer with a mask token.")

@@ -95,3 +95,8 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
     """The dtype in which kernels compute: that of autocast where it is on."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not less than a size of 1 or more, as those of tiles are."""
+    return 1 << (size - 1).bit_length()

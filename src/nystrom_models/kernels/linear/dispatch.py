@@ -24,10 +24,6 @@ MAX_HEAD_SIZE = 128
 MAX_FEATURES_TIMES_HEAD_SIZE = 8192
 
 
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 @dataclasses.dataclass(frozen=True)
 class CausalInputs:
     """The arguments of `attention_linear.causal_linear_attention`."""
@@ -69,7 +65,7 @@ class CausalInputs:
             if size > most:
                 return f"{size} {name} of a head do not fit, the most is {most}: {advice}"
         fitting = MAX_FEATURES_TIMES_HEAD_SIZE // (2 if self.dtype == torch.float32 else 1)
-        if _power_of_two(features) * _power_of_two(dim) > fitting:
+        if device.power_of_two(features) * device.power_of_two(dim) > fitting:
             return f"{features} features and {dim} channels of a head do not fit in {self.dtype}: {advice}"
         if self.state is not None and self.state.dtype != torch.float32:
             return f"they take a state in float32, not {self.state.dtype}"

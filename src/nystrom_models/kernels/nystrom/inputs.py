@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from ...models.attention_nystrom import Segments
-from ..device import compute_capability, dtype_of, why_not_in_this_graph, why_not_of_tensors, why_not_on
+from ..device import (
+    compute_capability,
+    dtype_of,
+    power_of_two,
+    why_not_in_this_graph,
+    why_not_of_tensors,
+    why_not_on,
+)
 
 MAX_LANDMARKS = 128
 # On compute capability 10.0, products with more landmarks would need more tensor memory than exists.
@@ -21,10 +28,6 @@ MAX_TAPS = 65
 # The largest product of landmarks and channels, each rounded up to a power of two, that fits into 99 KiB of shared
 # memory in half precision; in float32 it is half as much.
 MAX_LANDMARKS_TIMES_HEAD_SIZE = 8192
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +99,8 @@ class AttentionInputs:
         if reason is not None:
             return reason
         fitting = MAX_LANDMARKS_TIMES_HEAD_SIZE // (2 if self.dtype == torch.float32 else 1)
-        if _power_of_two(self.num_landmarks) * _power_of_two(dim) > fitting:
-            most = f"choose at most {fitting // _power_of_two(dim)}" + " or bfloat16" * (self.dtype == torch.float32)
+        if power_of_two(self.num_landmarks) * power_of_two(dim) > fitting:
+            most = f"choose at most {fitting // power_of_two(dim)}" + " or bfloat16" * (self.dtype == torch.float32)
             return f"num_landmarks={self.num_landmarks} and a head size of {dim} do not fit in {self.dtype}: {most}"
         if not 0 <= self.dropout_p < 1:
             return f"they take a dropout_p of at least 0 and below 1, not {self.dropout_p}"
