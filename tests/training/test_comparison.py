@@ -67,8 +67,8 @@ def test_scores_over_a_flag_or_a_field_of_the_model(tmp_path):
     with pytest.raises(ValueError, match="optim is 'adamw' in the run a, which is not a number"):
         scores_over(runs, labels, "optim")
     assert labels_of(["x", "y", "z"], labels, "run", repeated=True) == labels
-    for repeated, given in ((False, labels), (True, labels[:2])):
-        with pytest.raises(ValueError, match="--labels must be 3"):
+    for repeated, given, names in ((False, labels, "different names"), (True, labels[:2], "names")):
+        with pytest.raises(ValueError, match=f"--labels must be 3 {names}, one for each run"):
             labels_of(["x", "y", "z"], given, "run", repeated)
 
 

@@ -36,10 +36,9 @@ def labels_of(folders: Sequence[str], labels: Sequence[str] | None, what: str, r
         ValueError: if there are not as many as folders, or two are equal and not `repeated`.
     """
     found = [Path(folder).resolve().name for folder in folders] if labels is None else list(labels)
-    if repeated and len(found) == len(folders):
-        return found
-    if len(found) != len(folders) or len(set(found)) != len(found):
-        raise ValueError(f"--labels must be {len(folders)} different names, one for each {what}.")
+    if len(found) != len(folders) or (not repeated and len(set(found)) != len(found)):
+        names = "names" if repeated else "different names"
+        raise ValueError(f"--labels must be {len(folders)} {names}, one for each {what}.")
     return found
 
 
