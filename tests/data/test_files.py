@@ -3,6 +3,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import shutil
 
 import pyarrow as pa
@@ -295,6 +296,27 @@ def test_a_parquet_file_without_rows_among_others(streaming, tmp_path):
     (tmp_path / "empty.parquet").write_bytes(EMPTY_PARQUET)
     files = [tmp_path / "empty.parquet", write(tmp_path / "rows.parquet", ROWS), tmp_path / "empty.parquet"]
     assert list(load_files(files, cache_dir=tmp_path / "cache", streaming=streaming)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.txt", b" \n\n"),
+        ("rows.json", b"[]"),
+        ("rows.jsonl", b"\n\n"),
+        ("rows.csv", b"text\n"),
+        ("rows.tsv", b"text\n"),
+        ("rows.parquet", EMPTY_PARQUET),
+        ("rows.fa", b";comment\n"),
+    ],
+)
+def test_a_stream_without_rows_is_named(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"files of --train_file contain no rows: .*{re.escape(name)}"):
+        load_files(tmp_path / name, streaming=True)
+    if name.endswith(("txt", "jsonl")):
+        (tmp_path / f"more-{name}").write_bytes(b'{"text": "a"}\n')
+        assert len(list(load_files([tmp_path / name, tmp_path / f"more-{name}"], streaming=True))) == 1
 
 
 @pytest.mark.parametrize(("value", "inner"), [(0, lambda feature: feature), ([0], List)], ids=["label", "list"])

@@ -110,9 +110,14 @@ def rows_of_files(
 
 
 def stream_of_files(
-    read: Callable[..., Iterator[dict[str, Any]]], features: Features | None, names: Sequence[str], **options: Any
+    read: Callable[..., Iterator[dict[str, Any]]],
+    features: Features | None,
+    names: Sequence[str],
+    flag: str,
+    **options: Any,
 ) -> IterableDataset:
     """As [`rows_of_files`], read during iteration; each file is a shard."""
-    return IterableDataset.from_generator(
-        with_code(read), features=features, gen_kwargs={"files": _files(names), **options}
-    )
+    files = _files(names)
+    if next(read(files, **options), None) is None:
+        raise no_rows(names, flag)
+    return IterableDataset.from_generator(with_code(read), features=features, gen_kwargs={"files": files, **options})

@@ -171,7 +171,7 @@ def _load_texts(
 ) -> Dataset | IterableDataset:
     features = Features({"text": Value("string")})
     if streaming:
-        return stream_of_files(_documents, features, names)
+        return stream_of_files(_documents, features, names, flag)
     return rows_of_files(_documents, features, names, flag, cache_dir)
 
 

@@ -83,7 +83,7 @@ def load_tables(
     if not features:
         raise no_rows(names, flag)
     if streaming:
-        return stream_of_files(_rows_of_tables, features, names)
+        return stream_of_files(_rows_of_tables, features, names, flag)
     dataset = rows_of_files(_rows_of_tables, features, names, flag, cache_dir)
     numbers = {name: _numbers(dataset.data.column(name)) for name in dataset.column_names}
     dataset = _with_columns(dataset, {name: column for name, column in numbers.items() if column is not None})
