@@ -222,13 +222,15 @@ def measure(
     names = list(workload.contenders) if contenders is None else list(dict.fromkeys([workload.baseline, *contenders]))
     inputs = prepare_inputs(workload, setting)
     references = References(setting, inputs)
-    bounds = None if workload.floor is None else workload.floor(setting, inputs)
-    floor = None
-    if ceilings is not None and bounds is not None:
-        moved, operations = bounds
-        floor = 1e3 * max(moved / ceilings["bytes_per_second"], operations / ceilings["operations_per_second"])
     tokens = None if workload.tokens is None else workload.tokens(inputs)
-    results = {name: empty_result(workload, workload.contenders[name], tokens, floor) for name in names}
+    results = {}
+    for name in names:
+        contender = workload.contenders[name]
+        bounds = contender.floor or workload.floor
+        floor = None
+        if ceilings is not None and contender.ours and bounds is not None:
+            floor = floor_milliseconds(bounds(setting, inputs), ceilings)
+        results[name] = empty_result(workload, contender, tokens, floor)
     runners: dict[str, AnyRunner] = {}
     try:
         for name, result in results.items():
@@ -257,6 +259,14 @@ def measure(
     return list(results.values())
 
 
+def floor_milliseconds(bounds: tuple[int, int] | None, ceilings: dict[str, float]) -> float | None:
+    """The time of the bytes and operations of a `Workload.floor` at the machine's best rates."""
+    if bounds is None:
+        return None
+    moved, operations = bounds
+    return 1e3 * max(moved / ceilings["bytes_per_second"], operations / ceilings["operations_per_second"])
+
+
 def empty_result(workload: Workload, contender: Contender, tokens: int | None, floor: float | None) -> dict:
     """The result of a contender before it runs."""
     return {
@@ -272,7 +282,7 @@ def empty_result(workload: Workload, contender: Contender, tokens: int | None, f
         "peak_bytes": None,
         "tokens": tokens,
         "others_cpu": None,
-        "floor_milliseconds": floor if contender.ours else None,
+        "floor_milliseconds": floor,
     }
 
 

@@ -36,6 +36,8 @@ class Setting:
 
 
 Inputs = dict[str, Tensor]
+# The bytes and operations of `Workload.floor`.
+Floor = Callable[[Setting, Inputs], tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Contender:
         reference: function of the inputs that this contender is checked against, in float64; by default, the
             workload's. Contenders that compute another function (exact attention) have their own.
         judged: how the comparison is made, in words, if it is not simply with the workload's reference.
+        floor: as `Workload.floor`, for a contender of ours that computes something else than the workload's.
         requires: modules that must be importable.
         install: the command that installs them.
         refuses: returns why this contender cannot run a setting, or None.
@@ -74,6 +77,7 @@ class Contender:
     ours: bool = False
     reference: Callable[[Setting, Inputs], Tensor] | None = None
     judged: str | None = None
+    floor: Floor | None = None
     requires: tuple[str, ...] = ()
     install: str = "pip install -e '.[bench]'"
     refuses: Callable[[Setting], str | None] | None = None
@@ -111,7 +115,7 @@ class Workload:
     reference: Callable[[Setting, Inputs], Tensor] | None
     baseline: str
     tokens: Callable[[Inputs], int] | None = None
-    floor: Callable[[Setting, Inputs], tuple[int, int] | None] | None = None
+    floor: Floor | None = None
     num_layers: int | None = None
     contenders: dict[str, Contender] = field(default_factory=dict)
 

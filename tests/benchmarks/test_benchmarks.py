@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import cli, decoding, environment, measure, report, runners
+from benchmarks import cli, decoding, environment, measure, models, report, runners
 from benchmarks.registry import WORKLOADS, Prepared, Setting
 
 SIZES = {
@@ -409,6 +410,20 @@ def test_floor_is_the_slower_of_bytes_and_operations():
     assert floor(1e12, 1e6) == pytest.approx(1e3 * operations / 1e6)
     row = {"milliseconds": {"median": 5.0}, "floor_milliseconds": 2.0}
     assert report.floor_cell(row) == "40"
+
+
+def test_the_floor_of_a_linformer_is_that_of_its_own_products():
+    workload, setting = WORKLOADS["encoder"], Setting(40, batch_size=3, **SIZES)
+    # At most one of the two rates counts: every operation takes a millisecond, and moving bytes takes no time.
+    ceilings = {"bytes_per_second": 1e30, "operations_per_second": 1e3}
+    rows = measure.measure(
+        workload, setting, contenders=["ours-linformer"], repeats=1, memory=False, ceilings=ceilings
+    )
+    inputs = runners.prepare_inputs(workload, setting)
+    model = models.seeded(setting, lambda: models.linformer(setting, "eager"))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    assert rows[1]["floor_milliseconds"] == pytest.approx(counter.get_total_flops())
 
 
 def test_plot(tmp_path, capsys):
