@@ -28,8 +28,9 @@ from nystrom_models.data.files import load_files
 from nystrom_models.deployment.folder import TASKS, export_folder, load_for_export, model_inputs
 from nystrom_models.deployment.onnx import shape_of_inputs
 from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.finetuning import class_names
 from nystrom_models.training.results import write_results
-from nystrom_models.training.text_classification import evaluate_predictions
+from nystrom_models.training.text_classification import evaluate_predictions, ids_of_classes
 
 Engine = Callable[[dict[str, Tensor]], Tensor]
 
@@ -89,16 +90,13 @@ def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer,
     """The task and the batches of --validation_file."""
     if not type(model).__name__.endswith("ForSequenceClassification"):
         raise ValueError(f"--validation_file is for --task text-classification; this is a {type(model).__name__}.")
-    if model.config.problem_type == "multi_label_classification":
+    names = class_names(model.config)
+    kind = model.config.problem_type
+    if kind == "multi_label_classification" or (kind == "regression" and len(names) > 1):
         raise ValueError("--validation_file needs one label for each row, but this model gives several: leave it out.")
-    task = TextTask(
-        tuple(args.text_column_names or ("text",)), args.label_column_name, regression=model.config.num_labels == 1
-    )
+    task = TextTask(tuple(args.text_column_names or ("text",)), args.label_column_name, regression=len(names) == 1)
     if task.regression:
         task = TextTask(task.text_columns, task.label_column, regression=True, metric="regression")
-    names = model.config.label2id
-    # Class names that are digits stand for integer labels; without class names, the labels are the class numbers.
-    numbers = {int(name) if all(map(str.isdecimal, names)) else i: i for name, i in names.items()}
     apart = model.config.dual_encoder
     rows = load_files(args.validation_file, "--validation_file", args.cache_dir)
     if args.max_eval_samples is not None and args.max_eval_samples < len(rows):
@@ -109,7 +107,7 @@ def evaluation_batches(args: ExportArguments, model: PreTrainedModel, tokenizer,
         max_length,
         task.text_columns,
         task.label_column,
-        None if task.regression else names | numbers,
+        None if task.regression else ids_of_classes(names),
         task.regression,
         # The tokenizer of a model that was trained on the ends of long texts cuts their beginnings.
         "tail" if tokenizer.truncation_side == "left" and (apart or len(task.text_columns) == 1) else "head",

@@ -94,9 +94,31 @@ def test_a_classifier_of_ends_is_evaluated_on_ends_and_one_of_several_labels_is_
     args = export_onnx.ExportArguments(model_name_or_path=classifier, output_dir="none", validation_file=[file])
     _, [batch] = export_onnx.evaluation_batches(args, model, tokenizer, 6)
     assert batch["input_ids"].tolist() == tokenizer(["that bad old town"])["input_ids"]
-    model.config.problem_type = "multi_label_classification"
-    with pytest.raises(ValueError, match="this model gives several: leave it out"):
-        export_onnx.evaluation_batches(args, model, tokenizer, 6)
+    for kind in ("multi_label_classification", "regression"):
+        model.config.problem_type = kind
+        with pytest.raises(ValueError, match="this model gives several: leave it out"):
+            export_onnx.evaluation_batches(args, model, tokenizer, 6)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "ids"),
+    [
+        (["-1", "0", "1"], [0, 1, 0], [1, 2, 1]),
+        (["10", "20"], [20, 10], [1, 0]),
+        (["bad", "good"], [1, 0], [1, 0]),
+        (["1", "2", "none"], [1, 2], [0, 1]),
+    ],
+    ids=["negative", "numbers", "places", "numbers-and-words"],
+)
+def test_labels_that_are_numbers_are_names_of_classes_or_places(names, labels, ids, checkpoint, write_rows):
+    config = AutoConfig.from_pretrained(checkpoint, id2label=dict(enumerate(names)))
+    config.label2id = {name: i for i, name in enumerate(names)}
+    model = AutoModelForSequenceClassification.from_config(config)
+    file = write_rows([{"text": "the film was good", "label": label} for label in labels])
+    args = export_onnx.ExportArguments(model_name_or_path=checkpoint, output_dir="none", validation_file=[file])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    _, [batch] = export_onnx.evaluation_batches(args, model, tokenizer, 16)
+    assert batch["labels"].tolist() == ids
 
 
 @pytest.mark.slow

@@ -167,6 +167,17 @@ def _named(names: list[str]) -> tuple[dict[Any, int], list[str]]:
     return {name: i for i, name in enumerate(names)} | {i: i for i in range(len(names))}, names
 
 
+def ids_of_classes(names: list[str]) -> dict[Any, int]:
+    """Ids of a finished model's classes by label: a name; or a number, which is a name if any name is one, else the
+    class's place."""
+    if not _has_numbers(names):
+        return _named(names)[0]
+    ids: dict[Any, int] = {name: i for i, name in enumerate(names)}
+    if all(name.lstrip("-").isdecimal() for name in names):
+        ids |= {int(name): i for i, name in enumerate(names)}
+    return ids
+
+
 def _has_labels(dataset: Dataset, task: TextTask, ids: Mapping[Any, int] | None) -> bool:
     """Whether a test set has labels. If benchmarks hide them, they are -1, which is none of the classes (`ids` by
     label), or lists without any, or there is no such column."""
@@ -342,12 +353,7 @@ class TextClassificationRun(FinetuningRun):
         if self.task.regression:
             return None, []
         if self.task.label_names is None:
-            ids, _ = _named(names)
-            if _has_numbers(names):
-                ids = {name: i for i, name in enumerate(names)}
-                if all(name.lstrip("-").isdecimal() for name in names):
-                    ids |= {int(name): i for i, name in enumerate(names)}
-            return ids, names
+            return ids_of_classes(names), names
         wanted = list(self.task.label_names)
         own = in_own_order(self.config, wanted)
         if names not in (own, unnamed_classes(len(wanted))):
