@@ -487,6 +487,21 @@ def test_collators_are_timed(capsys):
     assert list(rows) == ["ours: MLM + SOP", "Transformers: MLM", "Transformers: MLM, NumPy"]
 
 
+def test_every_timed_token_follows_the_same_context(monkeypatch):
+    found = {}
+
+    def call(decoders, **options):
+        for name in (decoding.GROWING, decoding.STATIC):
+            for _ in range(3):
+                decoders[name]()
+            found[name] = int(decoders[name].cache.get_seq_length())
+        return {name: [1.0] for name in decoders}
+
+    monkeypatch.setattr(decoding, "interleave", call)
+    decoding.decode(48, 2, 1.0, 48, decoding.Place())
+    assert found[decoding.GROWING] == found[decoding.STATIC] == 48
+
+
 def test_decoding_is_timed_beside_exact_attention(capsys, tmp_path):
     output = tmp_path / "decoding.json"
     cli.main(["decode", "--lengths", "48", "--repeats", "2", "--output", str(output)])
@@ -498,6 +513,7 @@ def test_decoding_is_timed_beside_exact_attention(capsys, tmp_path):
     # 4 layers of 4 heads with 64 features, 64 + 1 sums; and the count of tokens.
     assert results["decode"][0]["state_bytes"] == 4 * 4 * 64 * 65 * 4 + 16
     assert results["decode"][1]["state_bytes"] == 2 * 4 * 256 * 48 * 4
+    assert results["decode"][2]["state_bytes"] == 2 * 4 * 256 * (48 + 1) * 4  # and the new token
     assert all(row["seconds"]["median"] > 0 and row["peak_bytes"] > 0 for row in results["train"])
 
     cli.main(["table", str(output)])
