@@ -28,8 +28,9 @@ from nystrom_models.data.files import load_files
 from nystrom_models.deployment.folder import TASKS, export_folder, load_for_export, model_inputs
 from nystrom_models.deployment.onnx import shape_of_inputs
 from nystrom_models.training.arguments import parse_arguments
+from nystrom_models.training.causal import NO_LIMIT
 from nystrom_models.training.finetuning import class_names
-from nystrom_models.training.results import write_results
+from nystrom_models.training.results import read_results, write_results
 from nystrom_models.training.text_classification import evaluate_predictions, ids_of_classes
 
 Engine = Callable[[dict[str, Tensor]], Tensor]
@@ -176,9 +177,17 @@ def compare(
 def main(args: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs the script with command-line arguments, and returns the figures of `all_results.json`."""
     (arguments,) = parse_arguments((ExportArguments,), args, __doc__)
+    saved = read_results(arguments.output_dir)
+    if saved is not None and "opset_version" not in saved.get("arguments", {}):
+        raise ValueError(
+            f"--output_dir {arguments.output_dir} has the all_results.json of another run, which this script would "
+            "replace: give a new folder."
+        )
     model = load_for_export(arguments.model_name_or_path, arguments.task)
     tokenizer = load_tokenizer(arguments.tokenizer_name or arguments.model_name_or_path)
     limit = min(model.config.max_position_embeddings or tokenizer.model_max_length, tokenizer.model_max_length)
+    if limit >= NO_LIMIT and arguments.lengths is None:
+        raise ValueError("The model takes rows of any length: give the --lengths to time, such as 512 4096.")
     lengths = arguments.lengths or [max(1, limit // 4), limit]
     if not 1 <= min(lengths) <= max(lengths) <= limit:
         raise ValueError(

@@ -6,7 +6,15 @@ import export_onnx
 import onnxruntime
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMultipleChoice,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from nystrom_models import LinearTransformerConfig
 
 
 @pytest.fixture(scope="module")
@@ -144,4 +152,30 @@ def test_a_model_for_multiple_choice_is_timed(checkpoint, tmp_path):
 def test_flags_that_cannot_be_followed(options, message, checkpoint, tmp_path):
     with pytest.raises(ValueError, match=message):
         export_onnx.main(["--model_name_or_path", checkpoint, "--output_dir", str(tmp_path / "output"), *options])
+    assert not Path(tmp_path, "output").exists()
+
+
+def test_the_results_of_a_training_are_not_replaced(checkpoint, tmp_path):
+    Path(tmp_path, "all_results.json").write_text('{"results": {"accuracy": 1.0}, "arguments": {"seed": 0}}')
+    with pytest.raises(ValueError, match=r"has the all_results\.json of another run, .* give a new folder"):
+        export_onnx.main(["--model_name_or_path", checkpoint, "--output_dir", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["all_results.json"]
+
+
+def test_a_model_without_a_longest_row_needs_lengths(checkpoint, tmp_path):
+    config = LinearTransformerConfig(
+        vocab_size=1000,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        position_embedding_type="sinusoidal",
+        max_position_embeddings=None,
+    )
+    AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, model_max_length=None)
+    tokenizer.save_pretrained(tmp_path / "model")
+    flags = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "output")]
+    with pytest.raises(ValueError, match="rows of any length: give the --lengths to time"):
+        export_onnx.main(flags)
     assert not Path(tmp_path, "output").exists()
