@@ -5,7 +5,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertConfig, BertModel, DynamicCache, modeling_utils
+from transformers import AutoModel, BatchEncoding, BertConfig, BertModel, DynamicCache, modeling_utils
 from transformers.models.nystromformer import NystromformerConfig as BuiltInConfig
 
 import nystrom_models
@@ -255,6 +255,96 @@ def test_call_of_a_causal_model_is_refused(name):
     inputs, message = BAD_CALLS[name]
     with pytest.raises(ValueError, match=message):
         make_model("linear-causal", "ForCausalLM")(**inputs)
+
+
+WHAT = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS),
+    "token_type_ids": torch.zeros_like(IDS),
+    "position_ids": torch.arange(2, 12).view(1, 10),
+    "inputs_embeds": torch.zeros(1, 10, 32),
+    "attention_rows": torch.tensor([3]),
+    "seq_idx": torch.zeros_like(IDS),
+    "cu_seq_lens_q": torch.tensor([0, 10]),
+    "labels": IDS,
+}
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linear-causal"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["", "sparse"])
+@pytest.mark.parametrize("name", WHAT)
+def test_what_is_not_a_tensor_is_refused_by_name(name, sparse, option):
+    fields = {} if option == "linear-causal" else {"sparse_prediction": sparse}
+    inputs = {} if name == "inputs_embeds" else {"input_ids": IDS, "labels": IDS}
+    for value in (WHAT[name].tolist(), WHAT[name].numpy()):
+        with pytest.raises(TypeError, match=rf"{name} must be a tensor, but is of type {type(value).__name__}: torch"):
+            language_model(option, **fields)(**inputs | {name: value})
+
+
+@pytest.mark.parametrize(
+    "head, fields, shape",
+    [
+        ("ForMultipleChoice", {}, (1, 2, 10)),
+        ("ForSequenceClassification", {"dual_encoder": True}, (1, 2, 10)),
+        ("ForSequenceClassification", {"problem_type": "multi_label_classification"}, (1, 10)),
+        ("ForSequenceClassification", {"num_labels": 1}, (1, 10)),
+        ("ForTokenClassification", {}, (1, 10)),
+    ],
+)
+def test_what_is_not_a_tensor_is_refused_by_name_in_every_head(head, fields, shape):
+    model = make_model("linformer-layerwise", head, **fields)
+    inputs = {name: WHAT[name].expand(shape) for name in ("input_ids", "attention_mask", "position_ids")}
+    for name, value in inputs.items():
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, but is of type list"):
+            model(**inputs | {name: value.tolist()})
+    with pytest.raises(TypeError, match="labels must be a tensor, but is of type list"):
+        model(**inputs, labels=[1])
+
+
+def test_positions_that_are_no_tensor_are_refused_in_a_causal_classifier():
+    """It looks for several documents in a row, before the base model reads them."""
+    with pytest.raises(TypeError, match="position_ids must be a tensor, but is of type list"):
+        make_model("linear-causal", "ForSequenceClassification")(IDS, position_ids=WHAT["position_ids"].tolist())
+
+
+def test_the_whole_result_of_a_tokenizer_is_refused_as_input_ids():
+    with pytest.raises(TypeError, match=r"input_ids must be a tensor, but is of type BatchEncoding: .*model\(\*\*"):
+        make_model("linear-elu")(BatchEncoding({"input_ids": IDS}))
+
+
+@pytest.mark.parametrize("option", ["nystromformer-landmarks", "linear-causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("name", ["input_ids", "token_type_ids", "position_ids", "attention_rows"])
+def test_ids_of_a_dtype_that_no_table_takes_are_refused_by_name(name, dtype, option):
+    inputs = {"input_ids": IDS, name: WHAT[name].to(dtype), "output_attentions": name == "attention_rows"}
+    with pytest.raises(ValueError, match=rf"{name} must be .*{dtype}"):
+        make_model(option)(**inputs)
+
+
+@torch.no_grad()
+def test_sines_take_fractions_of_positions():
+    """The learned tables do not, see above."""
+    model, positions = make_model("linear-causal_sinusoidal"), torch.arange(10)[None]
+    plain = model(IDS, position_ids=positions).last_hidden_state
+    torch.testing.assert_close(model(IDS, position_ids=positions.float()).last_hidden_state, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize(
+    "head, name",
+    [
+        ("ForQuestionAnswering", "start_positions"),
+        ("ForQuestionAnswering", "end_positions"),
+        ("ForPreTraining", "sentence_order_label"),
+        ("ForMultipleChoice", "labels"),
+    ],
+)
+def test_numbers_of_places_and_classes_are_integers(head, name, dtype):
+    places = {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([2])}
+    inputs = places if head == "ForQuestionAnswering" else {}
+    ids = IDS[None] if head == "ForMultipleChoice" else IDS
+    with pytest.raises(ValueError, match=rf"{name} .* must be int64, but are {dtype}"):
+        make_model("linear-elu", head)(ids, **inputs | {name: torch.tensor([0], dtype=dtype)})
 
 
 def test_misspelt_argument_is_refused():

@@ -15,7 +15,14 @@ from transformers.utils.generic import can_return_tuple
 
 from .batch import find_documents, first_of_document
 from .configuration_base import BaseConfig
-from .input_checks import input_shape, reject_cache, require_labels, require_labels_of_tokens, require_one_input
+from .input_checks import (
+    input_shape,
+    reject_cache,
+    require_labels,
+    require_labels_of_tokens,
+    require_one_input,
+    require_tensors,
+)
 from .losses import IGNORED, at_least_one, int64_labels
 from .modeling_base import BasePreTrainedModel
 from .recurrent_cache import CACHE, State, columns_seen, given_cache, read_state, require_recurrent
@@ -91,6 +98,13 @@ class BaseForCausalLM(BasePreTrainedModel, GenerationMixin):
         cache = given_cache(cache, past_key_values)
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         may_restart = attention_mask is None and cache is None and not use_cache
+        require_tensors(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+        )
         shape = input_shape(self.config, require_one_input(input_ids, inputs_embeds))
         seq_idx = find_documents(shape, seq_idx, cu_seq_lens_q, position_ids if may_restart else None)
         if use_cache is None:

@@ -35,8 +35,26 @@ def require(condition: Tensor, message: str) -> None:
         torch._assert_async(condition, message)
 
 
+def require_tensors(**arguments: Any) -> None:
+    """Raises TypeError for an argument that is neither a tensor nor None, such as a list or an array."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} must be a tensor, but is of type {type(value).__name__}: torch.tensor() makes one of a list "
+                'or an array, and model(**tokenizer(texts, padding=True, return_tensors="pt")) gives all tensors.'
+            )
+
+
+def require_integers(name: str, labels: Any) -> None:
+    """Raises TypeError unless labels are a tensor, and ValueError unless its dtype can number classes or places."""
+    require_tensors(**{name: labels})
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"{name} are numbers of classes or places, and must be int64, but are {labels.dtype}.")
+
+
 def require_labels_of_tokens(labels: Tensor, states: Tensor) -> None:
     """Raises ValueError unless labels are (B, N), one for each of the states or logits (B, N, ...)."""
+    require_integers("labels", labels)
     if labels.shape != states.shape[:2]:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, but must be (batch, length) = {tuple(states.shape[:2])}."
@@ -45,10 +63,12 @@ def require_labels_of_tokens(labels: Tensor, states: Tensor) -> None:
 
 def require_labels_of_rows(labels: Tensor, rows: int, name: str, remedy: str = "") -> None:
     """Raises ValueError, with a message that ends in the remedy, unless each row of a batch has one label."""
+    require_tensors(**{name: labels})
     if labels.numel() != rows:
         raise ValueError(
             f"{name} have shape {tuple(labels.shape)}, but must be (batch,) = ({rows},), one a row.{remedy}"
         )
+    require_integers(name, labels)
 
 
 def require_labels(labels: Tensor, size: int, name: str, field: str | None = None, ignore_index: int = -100) -> None:
@@ -149,6 +169,12 @@ def input_shape(config: BaseConfig, inputs: Tensor) -> tuple[int, int]:
     return inputs.shape[0], inputs.shape[1]
 
 
+def require_indices(name: str, ids: Tensor) -> None:
+    """Raises ValueError for ids of a dtype that no table takes: its own error calls every argument 'indices'."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must be int64 or int32, but are {ids.dtype}: use {name}.long().")
+
+
 def require_ids_of_tokens(name: str, ids: Tensor | None, shape: tuple[int, int]) -> None:
     """Raises ValueError unless ids are None, (B, N), or expand to it, as (N,) and (1, N) do.
 
@@ -179,6 +205,8 @@ def check_inputs(
     num_embeddings: rows of the table of words. seen: (B, 2) int64, the earlier tokens that a cache has counted.
     """
     batch, length = input_shape(config, inputs)
+    if inputs.dim() == 2:
+        require_indices("input_ids", inputs)
     limit = config.max_position_embeddings
     if seen is not None and seen.shape[0] != batch:
         raise ValueError(
@@ -188,12 +216,15 @@ def check_inputs(
     require_ids_of_tokens("token_type_ids", token_type_ids, (batch, length))
     require_ids_of_tokens("position_ids", position_ids, (batch, length))
     if token_type_ids is not None:
+        require_indices("token_type_ids", token_type_ids)
         types = config.type_vocab_size
         require(
             ((token_type_ids >= 0) & (token_type_ids < types)).all(),
             f"token_type_ids must lie between 0 and type_vocab_size - 1 = {types - 1}.",
         )
     if position_ids is not None:
+        if getattr(config, "position_embedding_type", "learned") == "learned":  # sines take fractions, too
+            require_indices("position_ids", position_ids)
         if config.is_decoder and limit is not None:
             check_positions(position_ids, limit)  # generate() counts on from the prompt
         first = config.first_position
@@ -261,6 +292,7 @@ def check_attention_rows(rows: Tensor, batch: int, length: int, output_attention
     length."""
     if not output_attentions:
         raise ValueError("attention_rows chooses rows of the attention maps: add output_attentions=True.")
+    require_indices("attention_rows", rows)
     if rows.dim() not in (1, 2) or (rows.dim() == 2 and rows.shape[0] != batch):
         raise ValueError(
             f"attention_rows has shape {tuple(rows.shape)}, but must be (rows,) or (batch, rows) with batch={batch}."
@@ -276,6 +308,7 @@ def reject_documents(arguments: dict[str, Any], what: str, position_ids: Tensor 
 
     position_ids: (..., N), if the model would divide rows where they start again.
     """
+    require_tensors(position_ids=position_ids)
     given = [name for name in ("seq_idx", "cu_seq_lens_q") if arguments.get(name) is not None]
     if position_ids is not None and can_read_values(position_ids) and positions_start_again(position_ids).any():
         given.append("position_ids that start again")

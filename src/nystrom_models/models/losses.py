@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .input_checks import require_integers
+
 # Labels with this value do not count.
 IGNORED = -100
 
@@ -26,8 +28,7 @@ def ignore_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: 
 
 def int64_labels(labels: Tensor) -> Tensor:
     """Class ids of any integer dtype, or of bool for two classes, in the only one that PyTorch's loss takes."""
-    if labels.is_floating_point():
-        raise ValueError(f"labels are numbers of classes, and must be int64, but are {labels.dtype}.")
+    require_integers("labels", labels)
     return labels.long()
 
 

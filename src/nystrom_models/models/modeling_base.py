@@ -30,6 +30,7 @@ from .input_checks import (
     reject_earlier_tokens,
     require_direction,
     require_one_input,
+    require_tensors,
     warn_of_mixed_documents,
 )
 from .layers import LayerStack
@@ -314,6 +315,16 @@ class BaseModel(BasePreTrainedModel):
             (B, H, N or R, N). Hidden states are zero at padding.
         """
         require_direction(type(self).__name__, self.config.is_decoder, made_with=self.is_decoder)
+        require_tensors(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            attention_rows=attention_rows,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+        )
         reject_arguments(type(self).__name__, kwargs, self.config.is_decoder)
         cache = self._cache(given_cache(cache, past_key_values), use_cache)
         inputs = require_one_input(input_ids, inputs_embeds)

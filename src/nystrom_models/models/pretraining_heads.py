@@ -16,7 +16,13 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_base import BaseConfig
-from .input_checks import reject_documents, require_labels, require_labels_of_rows, require_labels_of_tokens
+from .input_checks import (
+    reject_documents,
+    require_labels,
+    require_labels_of_rows,
+    require_labels_of_tokens,
+    require_tensors,
+)
 from .layers import activation
 from .losses import cross_entropy, ignore_padding, mean
 from .modeling_base import BaseModelOutput, BasePreTrainedModel
@@ -130,6 +136,7 @@ class BaseWithLMHead(BasePreTrainedModel):
         """
         if labels is None or not self.config.sparse_prediction:
             return None
+        require_tensors(labels=labels, attention_mask=attention_mask)
         if attention_mask is not None and attention_mask.shape != labels.shape:
             return None  # wrong inputs, for which the base model or `predict_tokens` has a message
         ignore = self.config.sparse_pred_ignore_index

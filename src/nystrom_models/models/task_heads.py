@@ -26,6 +26,7 @@ from .input_checks import (
     require_labels_of_tokens,
     require_one_input,
     require_pairs,
+    require_tensors,
 )
 from .layers import activation
 from .losses import (
@@ -40,6 +41,10 @@ from .modeling_base import BasePreTrainedModel
 from .pooling import pool
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+
+
+# The arguments that heads for several sequences a row bring into the rows of the base model.
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 
 
 class ClassificationHead(nn.Module):
@@ -118,6 +123,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         reject_documents(kwargs, "label", position_ids if may_restart else None)
         inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         if self.config.dual_encoder:
+            require_tensors(**dict(zip(_INPUTS, inputs, strict=True)))
             require_pairs(require_one_input(input_ids, inputs_embeds), 3 if inputs_embeds is None else 4)
             inputs = [None if tensor is None else tensor.flatten(0, 1) for tensor in inputs]
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
@@ -133,6 +139,7 @@ class BaseForSequenceClassification(BasePreTrainedModel):
         )
 
     def _loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        require_tensors(labels=labels)
         problem_type = self._problem_type(labels)
         if problem_type == "regression":
             return squared_error(logits, labels, num_items_in_batch)
@@ -333,10 +340,11 @@ class BaseForMultipleChoice(BasePreTrainedModel):
         """
         may_restart = self.config.is_decoder and attention_mask is None
         reject_documents(kwargs, "score", position_ids if may_restart else None)
+        inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
+        require_tensors(**dict(zip(_INPUTS, inputs, strict=True)))
         given = require_one_input(input_ids, inputs_embeds)
         require_choices(given, 3 if inputs_embeds is None else 4)
         choices = given.shape[1]
-        inputs = [input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds]
         # A choice is a row of the batch.
         inputs = [None if tensor is None else tensor.flatten(0, 1) for tensor in inputs]
         outputs = self.base_model(*inputs, output_attentions, output_hidden_states, return_dict=True, **kwargs)
