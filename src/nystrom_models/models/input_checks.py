@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .configuration_base import BaseConfig
+from .losses import require_integers
 from .recurrent_cache import CACHE
 from .tracing import can_read_values, is_compiling
 
@@ -45,15 +46,9 @@ def require_tensors(**arguments: Any) -> None:
             )
 
 
-def require_integers(name: str, labels: Any) -> None:
-    """Raises TypeError unless labels are a tensor, and ValueError unless its dtype can number classes or places."""
-    require_tensors(**{name: labels})
-    if labels.is_floating_point() or labels.is_complex():
-        raise ValueError(f"{name} are numbers of classes or places, and must be int64, but are {labels.dtype}.")
-
-
 def require_labels_of_tokens(labels: Tensor, states: Tensor) -> None:
     """Raises ValueError unless labels are (B, N), one for each of the states or logits (B, N, ...)."""
+    require_tensors(labels=labels)
     require_integers("labels", labels)
     if labels.shape != states.shape[:2]:
         raise ValueError(

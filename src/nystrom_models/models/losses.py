@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .input_checks import require_integers
-
 # Labels with this value do not count.
 IGNORED = -100
 
@@ -24,6 +22,12 @@ def ignore_padding(labels: Tensor, attention_mask: Tensor | None, ignore_index: 
         return labels
     # A mask may begin with the columns of tokens in a cache.
     return labels.masked_fill(attention_mask[:, -labels.shape[1] :] == 0, ignore_index)
+
+
+def require_integers(name: str, labels: Tensor) -> None:
+    """Raises ValueError unless labels have a dtype that can number classes or places."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"{name} are numbers of classes or places, and must be int64, but are {labels.dtype}.")
 
 
 def int64_labels(labels: Tensor) -> Tensor:
