@@ -63,13 +63,16 @@ def _beginning(words: Sequence[str]) -> list[str]:
     return [*words[:number], *(word[: NUM_CHARACTERS - before] for word in words[number : number + 1])]
 
 
-def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | list[str]], where: str) -> None:
+def check_known(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | list[str]], where: str, remedy: str = REMEDY
+) -> None:
     """Warns if a tokenizer does not know 5 % of the characters of `texts`, or more.
 
     Args:
         tokenizer: the one to be used.
         texts: a sample of the texts.
         where: what the texts are, for the message.
+        remedy: what to do, for the message.
 
     Raises:
         ValueError: if it does not know more than half of them.
@@ -80,7 +83,7 @@ def check_known(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | list[s
     example = example if len(example) <= 30 else f"{example[:30]}…"
     message = (
         f"The tokenizer replaces {share:.0%} of the characters of {where} by {tokenizer.unk_token}, for example "
-        f"{example!r}: {REMEDY}."
+        f"{example!r}: {remedy}."
     )
     if share > LARGEST_SHARE:
         raise ValueError(message)
@@ -101,6 +104,7 @@ def check_known_documents(
     columns: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     where: str,
+    remedy: str = REMEDY,
 ) -> None:
     """[`check_known`] with the documents of [`sample_documents`].
 
@@ -112,4 +116,4 @@ def check_known_documents(
         for value in values
         if isinstance(value, str | list)
     )
-    check_known(tokenizer, texts, where)
+    check_known(tokenizer, texts, where, remedy)
