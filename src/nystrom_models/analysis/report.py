@@ -2,7 +2,6 @@
 """An `Inspection` as files: inspection.json, inspection.html and pictures."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,21 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..json_values import json_value
 from .results import Inspection
 
 # Increased with every change that may break a program that reads the file.
 SCHEMA_VERSION = 1
 # Number of tokens that reports show for a chosen token: those with the largest weights.
 MOST = 10
-
-
-def _json(value: Any) -> Any:
-    """`value` with null in place of NaN and infinities, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def content(
@@ -99,7 +90,7 @@ def write_report(inspection: Inspection, content: Mapping[str, Any], output_dir:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "inspection.html", folder / "inspection.json"]
     paths[0].write_text(page(inspection, content, content["needed"]["error"]), encoding="utf-8")
-    paths[1].write_text(json.dumps(_json(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    paths[1].write_text(json.dumps(json_value(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for picture in pictures(inspection):
         paths.append(folder / f"{picture.name}.png")
         picture.save(paths[-1])

@@ -110,14 +110,15 @@ def rows_of_files(
 
 
 def stream_of_files(
-    read: Callable[..., Iterator[dict[str, Any]]],
-    features: Features | None,
-    names: Sequence[str],
-    flag: str,
-    **options: Any,
+    read: Callable[..., Iterator[dict[str, Any]]], features: Features | None, names: Sequence[str], **options: Any
 ) -> IterableDataset:
     """As [`rows_of_files`], read during iteration; each file is a shard."""
-    files = _files(names)
-    if next(read(files, **options), None) is None:
+    return IterableDataset.from_generator(
+        with_code(read), features=features, gen_kwargs={"files": _files(names), **options}
+    )
+
+
+def require_rows(read: Callable[..., Iterator[dict[str, Any]]], names: Sequence[str], flag: str) -> None:
+    """Raises a ValueError unless `read`, as in [`rows_of_files`], gives a row; it reads no further."""
+    if next(read(_files(names)), None) is None:
         raise no_rows(names, flag)
-    return IterableDataset.from_generator(with_code(read), features=features, gen_kwargs={"files": files, **options})

@@ -32,6 +32,7 @@ from .file_rows import (
     lines_of_any_system,
     no_rows,
     open_file,
+    require_rows,
     rows_of_files,
     stream_of_files,
     suffix,
@@ -171,7 +172,8 @@ def _load_texts(
 ) -> Dataset | IterableDataset:
     features = Features({"text": Value("string")})
     if streaming:
-        return stream_of_files(_documents, features, names, flag)
+        require_rows(_documents, names, flag)
+        return stream_of_files(_documents, features, names)
     return rows_of_files(_documents, features, names, flag, cache_dir)
 
 

@@ -216,7 +216,9 @@ def load_json(
     """`.json` or `.jsonl` files, as [`files.load_files`] reads them, whose arguments and errors these are."""
     if streaming:  # without types: they would be those of the first rows, and later values would be cast to them
         columns = _columns(islice(chain.from_iterable(map(json_rows, names)), PART))
-        return stream_of_files(_rows_of_json, None, names, flag, columns=columns)
+        if not columns:
+            raise no_rows(names, flag)
+        return stream_of_files(_rows_of_json, None, names, columns=columns)
     found = rows_of_files(_schema_of_json, Features({"schema": Value("binary")}), names, flag, cache_dir)
     schema = pa.ipc.read_schema(pa.py_buffer(found[0]["schema"]))
     left_out = json.loads(schema.metadata[_LEFT_OUT.encode()])

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
-from .file_rows import lines_of_any_system, no_rows, rows_of_files, stream_of_files, suffix
+from .file_rows import lines_of_any_system, no_rows, require_rows, rows_of_files, stream_of_files, suffix
 
 # How Python's `csv` reads the tables; in .tsv files, quotes are text.
 TABLES: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
@@ -83,7 +83,8 @@ def load_tables(
     if not features:
         raise no_rows(names, flag)
     if streaming:
-        return stream_of_files(_rows_of_tables, features, names, flag)
+        require_rows(_rows_of_tables, names, flag)
+        return stream_of_files(_rows_of_tables, features, names)
     dataset = rows_of_files(_rows_of_tables, features, names, flag, cache_dir)
     numbers = {name: _numbers(dataset.data.column(name)) for name in dataset.column_names}
     dataset = _with_columns(dataset, {name: column for name, column in numbers.items() if column is not None})

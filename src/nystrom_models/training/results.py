@@ -13,25 +13,17 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..json_values import json_value
 from .identity import flags
 
 RESULTS = "all_results.json"
 PACKAGES = ("transformers", "accelerate", "datasets", "evaluate")
 
 
-def _json(value: Any) -> Any:
-    """`value` with null in place of NaN and infinities, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_json(path: Path, content: Any, lines: bool = False, append: bool = False) -> None:
     """Writes a JSON file, completely or not at all. With `lines`, each item of `content` is a line; `append` adds
     lines to an existing file. NaN becomes null. An OSError names the file."""
-    content = _json(content)
+    content = json_value(content)
     parts = [json.dumps(item, allow_nan=False) for item in content] if lines else [json.dumps(content, indent=2)]
     text = "".join(part + "\n" for part in parts)
     aside = path.with_name(path.name + ".tmp")
@@ -48,7 +40,7 @@ def write_json(path: Path, content: Any, lines: bool = False, append: bool = Fal
 
 
 def _with_nan(value: Any) -> Any:
-    """`value` with NaN in place of null, as it was before [`_json`]; infinities become NaN, too."""
+    """`value` with NaN in place of null, as it was before [`json_value`]; infinities become NaN, too."""
     if isinstance(value, Mapping):
         return {key: _with_nan(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -75,7 +67,7 @@ def results_content(
     results: Mapping[str, Any], *arguments: Any, identity: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The content of [`write_results`], in the form in which it is read back."""
-    return _json(
+    return json_value(
         {
             "results": results,
             "arguments": flags(*arguments, leave_out=()),
